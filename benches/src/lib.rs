@@ -1,0 +1,1 @@
+//! Benchmarks through the public API.

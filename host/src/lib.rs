@@ -1,0 +1,1 @@
+//! Mixture-of-Experts layers whose weights stay in host memory, on CPU and GPU.

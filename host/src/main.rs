@@ -1,0 +1,3 @@
+//! The `asym-gemm` program.
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! The project's tasks: `cargo xtask check | ptx | bundle`.
+
+fn main() {}

@@ -1,1 +1,25 @@
-//! GPU kernels in Rust, and the schedules and layouts they share with the host.
+//! GPU kernels in Rust, and what they share with the host.
+//!
+//! The crate compiles twice. For `nvptx64` each feature gives one PTX module:
+//!
+//! | feature       | target  | kernels                                                        |
+//! | ------------- | ------- | -------------------------------------------------------------- |
+//! | `gemm`        | sm_90a  | grouped GEMM: TMA, mbarrier ring, wgmma ([`gemm`])             |
+//! | `elementwise` | sm_80   | gather + round or quantise, activation, combine ([`elementwise`]) |
+//!
+//! For the host it gives the argument structs, tile shapes and schedules that both
+//! sides must agree on, as plain structs and `const fn`s with unit tests.
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx, core_float_math)
+)]
+
+pub mod args;
+pub mod elementwise;
+pub mod gemm;
+pub mod schedule;
+pub mod tile;
+
+#[cfg(target_arch = "nvptx64")]
+mod ptx;

@@ -34,7 +34,7 @@ pub struct ColumnTable {
     pub segment_stride: u64,
     /// Bytes from one K block to the next.
     pub block_stride: u64,
-    /// Columns in one segment; never 0.
+    /// Columns in one segment (0 counts as 1); a multiple of 128, or at least N.
     pub segment_columns: u32,
     /// Bytes from one column to the next.
     pub column_stride: u32,
@@ -54,7 +54,7 @@ impl ColumnTable {
     /// Address of the value for `weight` and `column` in block 0.
     #[inline(always)]
     pub fn address(&self, weight: u32, column: u32) -> u64 {
-        let segment = column / self.segment_columns;
+        let segment = column / self.segment_columns.max(1);
         self.base
             + weight as u64 * self.weight_stride
             + segment as u64 * self.segment_stride
@@ -64,7 +64,7 @@ impl ColumnTable {
 
 /// How the tensor maps of B are to be read.
 pub mod weight_layout {
-    /// One 3-D map [G, N, K] over row-major matrices.
+    /// One 3-D map [G, N, K] over row-major matrices, a parameter of the kernel.
     pub const ROWS: u32 = 0;
     /// One 5-D map for each weight over a bank's panels
     /// (slice, panel, unit, row, 128 bytes).
@@ -83,13 +83,13 @@ pub mod gemm_flags {
     pub const FINISH: u32 = 8;
 }
 
-/// D = A · B^T for each group. Passed by value next to A's tensor map.
+/// D = A · B^T for each group. Passed by value after the tensor maps of A and of a row-major B.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct GemmArgs {
     /// Device address of `[Group; group_count]`.
     pub groups: u64,
-    /// Device address of B's tensor maps (128 bytes each, 64-byte aligned).
+    /// Panels: device address of B's tensor maps, one a weight (128 bytes each, 64-byte aligned).
     pub b_maps: u64,
     /// Device address of D's first row and column.
     pub d: u64,
@@ -113,9 +113,9 @@ pub struct GemmArgs {
     pub k_steps: u32,
     /// See [`weight_layout`].
     pub b_layout: u32,
-    /// Panels: panels of B in one slice (N runs over slices, then panels).
+    /// Panels: panels of B in one slice (N runs over slices, then panels); 0 counts as 1.
     pub panels_per_slice: u32,
-    /// Panels: units of B along K in one slice (K runs over slices, then units).
+    /// Panels: units of B along K in one slice (K runs over slices, then units); 0 counts as 1.
     pub units_per_slice: u32,
     /// See [`gemm_flags`].
     pub flags: u32,
@@ -184,4 +184,16 @@ pub struct CombineArgs {
     pub hidden: u32,
     /// Slots of a token.
     pub top_k: u32,
+}
+
+/// Reads a buffer and does nothing with it: the rate of reads by the SMs.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ReadArgs {
+    /// Device-visible address, 16-byte aligned.
+    pub source: u64,
+    /// 16-byte vectors to read.
+    pub vectors: u64,
+    /// One word, written only so that the reads are not dropped.
+    pub sink: u64,
 }

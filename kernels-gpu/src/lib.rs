@@ -12,7 +12,7 @@
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
-    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx, core_float_math)
+    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx)
 )]
 
 pub mod args;

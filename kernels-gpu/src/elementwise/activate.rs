@@ -43,7 +43,7 @@ fn index(args: &ActivateArgs) -> u64 {
 /// Launched with a grid of (rows, slices), blocks of [`ROW_THREADS`] and buffers as
 /// [`ActivateArgs`] says.
 #[kernel(threads = 128)]
-pub unsafe fn activate_bf16(args: ActivateArgs) {
+pub(crate) unsafe fn activate_bf16(args: ActivateArgs) {
     // SAFETY: the launcher keeps the kernel's contract.
     unsafe {
         let code = bf16::encode(hidden(&args));
@@ -54,7 +54,7 @@ pub unsafe fn activate_bf16(args: ActivateArgs) {
 /// # Safety
 /// As [`activate_bf16`]; 16 bytes of dynamic shared memory.
 #[kernel(threads = 128)]
-pub unsafe fn activate_s8(args: ActivateArgs) {
+pub(crate) unsafe fn activate_s8(args: ActivateArgs) {
     // SAFETY: the launcher keeps the kernel's contract; the block stays converged.
     unsafe {
         let h = hidden(&args);

@@ -10,7 +10,7 @@ use cuda_std::prelude::*;
 /// Launched with a grid of (T, ceil(hidden / 256)), blocks of [`COMBINE_THREADS`] and buffers
 /// as [`CombineArgs`] says.
 #[kernel(threads = 256)]
-pub unsafe fn combine_f32(args: CombineArgs) {
+pub(crate) unsafe fn combine_f32(args: CombineArgs) {
     let token = thread::block_idx_x() as u64;
     let column = thread::block_idx_y() * COMBINE_THREADS + thread::thread_idx_x();
     if column >= args.hidden {

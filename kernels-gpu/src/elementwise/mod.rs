@@ -11,6 +11,7 @@
 //! | `activate_bf16`         | rows, slices          | 128   | h = act(gate, up), rounded to bf16        |
 //! | `activate_s8`           | rows, slices          | 128   | h = act(gate, up), quantised by slice     |
 //! | `combine_f32`           | T, ceil(hidden / 256) | 256   | weighted sum of a token's expert outputs  |
+//! | `read_probe`            | any                   | 256   | reads a buffer, for the link's rate       |
 //!
 //! Rows run along the grid's x, which has no 65,535 limit.
 
@@ -28,5 +29,7 @@ mod activate;
 mod combine;
 #[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
 mod pack;
+#[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
+mod probe;
 #[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
 mod reduce;

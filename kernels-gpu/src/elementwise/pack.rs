@@ -38,7 +38,7 @@ unsafe fn value(args: &PackRowsArgs, row: Option<u64>, k: u32) -> f32 {
 /// # Safety
 /// Launched with one block of [`ROW_THREADS`] a packed row and buffers as [`PackRowsArgs`] says.
 #[kernel(threads = 128)]
-pub unsafe fn pack_rows_bf16(args: PackRowsArgs) {
+pub(crate) unsafe fn pack_rows_bf16(args: PackRowsArgs) {
     // SAFETY: the launcher keeps the kernel's contract; every k written is below `padded`.
     unsafe {
         let row = token_row(&args);
@@ -55,7 +55,7 @@ pub unsafe fn pack_rows_bf16(args: PackRowsArgs) {
 /// # Safety
 /// As [`pack_rows_bf16`]; 16 bytes of dynamic shared memory.
 #[kernel(threads = 128)]
-pub unsafe fn pack_rows_s8_per_row(args: PackRowsArgs) {
+pub(crate) unsafe fn pack_rows_s8_per_row(args: PackRowsArgs) {
     // SAFETY: the launcher keeps the kernel's contract; the block stays converged at the reduction.
     unsafe {
         let packed = thread::block_idx_x() as u64;
@@ -85,7 +85,7 @@ pub unsafe fn pack_rows_s8_per_row(args: PackRowsArgs) {
 /// # Safety
 /// As [`pack_rows_s8_per_row`]; `padded` is a multiple of 128, one scale for each 128.
 #[kernel(threads = 128)]
-pub unsafe fn pack_rows_s8_blocks(args: PackRowsArgs) {
+pub(crate) unsafe fn pack_rows_s8_blocks(args: PackRowsArgs) {
     // SAFETY: the launcher keeps the kernel's contract; all threads run the same blocks of 128.
     unsafe {
         let packed = thread::block_idx_x() as u64;

@@ -30,7 +30,7 @@ pub(super) unsafe fn run<S: Scaling>(
     let staging = ring.base + tile.staging_offset() + consumer * crate::tile::STAGING_BYTES;
     while let Some(coord) = walker.next_tile() {
         let fragment =
-            Fragment::new(coord, m_part * WARPGROUP_M, n_part * WARPGROUP_N, thread);
+            Fragment::new(coord, m_part * WARPGROUP_M, n_part * WARPGROUP_N, thread, args);
         // SAFETY: the caller's contract carries over; stages are used between their full
         // barrier and their release.
         unsafe {
@@ -121,6 +121,7 @@ unsafe fn scaled_sum<S: Scaling>(
             wgmma::wait_all(&mut product);
             release(thread, ring.empty());
             ring.advance(tile);
+            let fragment = fragment.reload();
             for j in 0..16 {
                 for i in 0..4 {
                     let mut scale = a_scale[i / 2];

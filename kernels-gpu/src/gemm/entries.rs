@@ -30,6 +30,15 @@ impl Groups for DeviceGroups {
     }
 }
 
+/// Addresses of the tensor maps in the kernel's parameters.
+#[derive(Clone, Copy)]
+pub(super) struct Maps {
+    /// A, 2-D.
+    pub(super) a: u64,
+    /// B if it is row-major, 3-D; otherwise unused.
+    pub(super) b: u64,
+}
+
 /// A role's position in the ring of stages.
 #[derive(Clone, Copy)]
 pub(super) struct Ring {
@@ -86,7 +95,14 @@ const CONSUMER_REGISTERS: u32 = 232;
 /// Launched with `tile::THREADS` threads and the tile's shared memory, and with arguments
 /// that keep [`GemmArgs`]'s promises.
 #[inline(always)]
-unsafe fn grouped_gemm<S: Scaling>(tile: Tile, operands: Operands, a_map: u64, args: &GemmArgs) {
+unsafe fn grouped_gemm<S: Scaling>(
+    tile: Tile,
+    operands: Operands,
+    maps: Maps,
+    args: &GemmArgs,
+) {
+    // SAFETY: the host refuses K = 0; knowing it keeps the K loops free of an empty case.
+    unsafe { core::hint::assert_unchecked(args.k_steps > 0) };
     let thread = thread::thread_idx_x();
     let mut ring = Ring::new(shared::dynamic_shared_base(), tile);
     // SAFETY: one thread initialises each barrier before anybody uses it; after the block
@@ -115,7 +131,7 @@ unsafe fn grouped_gemm<S: Scaling>(tile: Tile, operands: Operands, a_map: u64, a
         if warpgroup == 0 {
             sync::registers_down::<PRODUCER_REGISTERS>();
             if thread == 0 {
-                producer::run(tile, operands.step_k(), a_map, args, walker, ring);
+                producer::run(tile, operands.step_k(), maps, args, walker, ring);
             }
         } else {
             sync::registers_up::<CONSUMER_REGISTERS>();
@@ -129,9 +145,14 @@ macro_rules! entry {
         /// # Safety
         /// See [`grouped_gemm`].
         #[kernel(threads = 384, min_blocks = 1)]
-        pub unsafe fn $name(#[grid_constant] a_map: &TensorMap, args: GemmArgs) {
+        pub(crate) unsafe fn $name(
+            #[grid_constant] a_map: &TensorMap,
+            #[grid_constant] b_map: &TensorMap,
+            args: GemmArgs,
+        ) {
+            let maps = Maps { a: a_map.address(), b: b_map.address() };
             // SAFETY: the launcher keeps the kernel's contract.
-            unsafe { grouped_gemm::<$scaling>($tile, $operands, a_map.address(), &args) }
+            unsafe { grouped_gemm::<$scaling>($tile, $operands, maps, &args) }
         }
     };
 }

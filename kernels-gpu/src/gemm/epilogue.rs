@@ -1,4 +1,6 @@
 //! From accumulators to D: scales, bias, rounding, stores.
+//!
+//! Bounds are predicates on single instructions, not branches around them.
 
 use super::scaling::Scaling;
 use crate::args::{GemmArgs, gemm_flags};
@@ -19,24 +21,30 @@ pub(super) struct Fragment {
     rows: [u32; 2],
     row_end: u32,
     column: u32,
-    weight: u32,
+    /// Addresses of B's scale and of the bias for the warpgroup's first column: its columns
+    /// lie in one segment of the tables, so the division is done once a tile.
+    b_scales: u64,
+    bias: u64,
 }
 
 impl Fragment {
     /// The fragment of `thread` (0..128) in the warpgroup at (`row`, `column`) of a tile.
     #[inline(always)]
-    pub(super) fn new(coord: TileCoord, row: u32, column: u32, thread: u32) -> Self {
+    pub(super) fn new(coord: TileCoord, row: u32, column: u32, thread: u32, args: &GemmArgs) -> Self {
         let lane = thread % 32;
         let warpgroup_row = coord.row + row;
         let warpgroup_column = coord.column + column;
         let first = warpgroup_row + thread / 32 * 16 + lane / 4;
+        // A tile's right half can lie past N: nothing of it is stored.
+        let table_column = warpgroup_column.min(args.n - 1);
         Self {
             warpgroup_row,
             warpgroup_column,
             rows: [first, first + 8],
             row_end: coord.row_end,
             column: warpgroup_column + lane % 4 * 2,
-            weight: coord.weight,
+            b_scales: args.b_scales.address(coord.weight, table_column),
+            bias: args.bias.address(coord.weight, table_column),
         }
     }
 
@@ -55,34 +63,34 @@ impl Fragment {
         [load(self.rows[0]), load(self.rows[1])]
     }
 
-    /// Address of B's scale for register column `8j + i`; columns past N repeat the last one.
+    /// The same fragment, in values that the compiler cannot know to be the same: what is
+    /// computed from them inside a loop stays there, and out of the registers around it.
+    #[inline(always)]
+    pub(super) fn reload(&self) -> Self {
+        Self { column: convert::opaque(self.column), ..*self }
+    }
+
+    /// Offset in a table of the fragment's column `8j + i`, from the warpgroup's first one;
+    /// columns past N repeat the last.
+    #[inline(always)]
+    fn table_offset(&self, args: &GemmArgs, stride: u32, j: usize, i: usize) -> u64 {
+        let column = (self.column + 8 * j as u32 + i as u32).min(args.n - 1);
+        (column.saturating_sub(self.warpgroup_column) * stride) as u64
+    }
+
+    /// Address of B's scale for register column `8j + i`.
     #[inline(always)]
     pub(super) fn b_scale_address(&self, args: &GemmArgs, j: usize, i: usize) -> u64 {
-        let column = (self.column + 8 * j as u32 + i as u32).min(args.n - 1);
-        let first = self.warpgroup_column.min(args.n - 1);
-        // A warpgroup's columns lie in one segment, so the division is done once.
-        args.b_scales.address(self.weight, first)
-            + (column - first) as u64 * args.b_scales.column_stride as u64
+        self.b_scales + self.table_offset(args, args.b_scales.column_stride, j, i)
     }
 
-    /// As [`Self::b_scale_address`], for the bias.
+    /// Address of D's f32 for register `4j + i`, and whether it exists.
     #[inline(always)]
-    fn bias_address(&self, args: &GemmArgs, j: usize, i: usize) -> u64 {
-        let column = (self.column + 8 * j as u32 + i as u32).min(args.n - 1);
-        let first = self.warpgroup_column.min(args.n - 1);
-        args.bias.address(self.weight, first)
-            + (column - first) as u64 * args.bias.column_stride as u64
-    }
-
-    /// Address of D's element for register `4j + i`, if it exists.
-    #[inline(always)]
-    fn d_address(&self, args: &GemmArgs, j: usize, i: usize, bytes: u64) -> Option<u64> {
+    fn d_element(&self, args: &GemmArgs, j: usize, i: usize) -> (bool, u64) {
         let row = self.rows[i / 2];
         let column = self.column + 8 * j as u32 + (i & 1) as u32;
-        if row >= self.row_end || column >= args.n {
-            return None;
-        }
-        Some(args.d + (row as u64 * args.d_stride + column as u64) * bytes)
+        let exists = row < self.row_end && column < args.n;
+        (exists, args.d + (row as u64 * args.d_stride + column as u64) * 4)
     }
 
     /// Starts from what D holds (f32).
@@ -93,10 +101,9 @@ impl Fragment {
     pub(super) unsafe fn load(&self, args: &GemmArgs, sums: &mut Accumulator) {
         for j in 0..16 {
             for i in 0..4 {
-                if let Some(address) = self.d_address(args, j, i, 4) {
-                    // SAFETY: the address is inside D.
-                    sums[4 * j + i] = unsafe { global::load_f32(address) };
-                }
+                let (exists, address) = self.d_element(args, j, i);
+                // SAFETY: an element that exists is inside D.
+                sums[4 * j + i] = unsafe { global::load_f32_if(exists, address) };
             }
         }
     }
@@ -130,8 +137,9 @@ impl Fragment {
             if args.bias.base != 0 {
                 for j in 0..16 {
                     for i in 0..4 {
-                        sums[4 * j + i] +=
-                            global::load_read_only_f32(self.bias_address(args, j, i & 1));
+                        let offset =
+                            self.table_offset(args, args.bias.column_stride, j, i & 1);
+                        sums[4 * j + i] += global::load_read_only_f32(self.bias + offset);
                     }
                 }
             }
@@ -171,17 +179,16 @@ impl Fragment {
         for j in 0..16 {
             for half in 0..2 {
                 let [low, high] = [sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]];
-                if let Some(address) = self.d_address(args, j, 2 * half, 4) {
-                    // SAFETY: inside D; with D_VECTOR rows are 8-byte aligned and N is even.
-                    unsafe {
-                        if vector {
-                            global::store_v2(address, low.to_bits(), high.to_bits());
-                        } else {
-                            global::store(address, low.to_bits());
-                            if self.d_address(args, j, 2 * half + 1, 4).is_some() {
-                                global::store(address + 4, high.to_bits());
-                            }
-                        }
+                let (exists, address) = self.d_element(args, j, 2 * half);
+                let (high_exists, _) = self.d_element(args, j, 2 * half + 1);
+                // SAFETY: elements that exist are inside D; with D_VECTOR rows are 8-byte
+                // aligned and N is even, so that both of a pair exist or neither.
+                unsafe {
+                    if vector {
+                        global::store_v2_if(exists, address, low.to_bits(), high.to_bits());
+                    } else {
+                        global::store_if(exists, address, low.to_bits());
+                        global::store_if(high_exists, address + 4, high.to_bits());
                     }
                 }
             }

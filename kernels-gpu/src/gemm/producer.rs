@@ -1,6 +1,6 @@
 //! The producer: one thread that keeps the ring full.
 
-use super::entries::{DeviceGroups, Ring};
+use super::entries::{DeviceGroups, Maps, Ring};
 use crate::args::{GemmArgs, weight_layout};
 use crate::ptx::{mbarrier, tma};
 use crate::schedule::{TileCoord, TileWalker};
@@ -17,14 +17,14 @@ const MAP_BYTES: u64 = 128;
 pub(super) unsafe fn run(
     tile: Tile,
     step_k: u32,
-    a_map: u64,
+    maps: Maps,
     args: &GemmArgs,
     mut walker: TileWalker<DeviceGroups>,
     mut ring: Ring,
 ) {
     // SAFETY: the host encoded the maps for exactly these boxes.
     unsafe {
-        tma::prefetch_map(a_map);
+        tma::prefetch_map(maps.a);
         while let Some(coord) = walker.next_tile() {
             let mut step = 0;
             while step < args.k_steps {
@@ -32,8 +32,9 @@ pub(super) unsafe fn run(
                 let full = ring.full();
                 mbarrier::arrive_expect_bytes(full, tile.stage_bytes());
                 let stage = ring.stage_address(tile);
-                load_a(tile, stage, a_map, args.a_k0 + step * step_k, coord.row, full);
-                load_b(tile, stage + tile.a_bytes(), args, &coord, step, step_k, full);
+                load_a(tile, stage, maps.a, args.a_k0 + step * step_k, coord.row, full);
+                let b = stage + tile.a_bytes();
+                load_b(tile, b, maps.b, args, &coord, step, step_k, full);
                 ring.advance(tile);
                 step += 1;
             }
@@ -57,9 +58,11 @@ unsafe fn load_a(tile: Tile, stage: u32, map: u64, k: u32, row: u32, full: u32) 
 /// # Safety
 /// As [`run`].
 #[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "one phase of `run`, split off for reading")]
 unsafe fn load_b(
     tile: Tile,
     stage: u32,
+    map: u64,
     args: &GemmArgs,
     coord: &TileCoord,
     step: u32,
@@ -74,13 +77,13 @@ unsafe fn load_b(
         // map is zero-filled and still counted.
         unsafe {
             if args.b_layout == weight_layout::ROWS {
-                tma::load_3d(dst, args.b_maps, step * step_k, column, coord.weight, full);
+                tma::load_3d(dst, map, step * step_k, column, coord.weight, full);
             } else {
                 let map = args.b_maps + coord.weight as u64 * MAP_BYTES;
                 let panel = column / crate::tile::PANEL_ROWS;
                 // Either N spans several slices (gate and up) or K does (down).
-                let n_slice = panel / args.panels_per_slice;
-                let k_slice = step / args.units_per_slice;
+                let n_slice = panel / args.panels_per_slice.max(1);
+                let k_slice = step / args.units_per_slice.max(1);
                 let unit = step - k_slice * args.units_per_slice;
                 let panel = panel - n_slice * args.panels_per_slice;
                 tma::load_panels(dst, map, unit, panel, n_slice + k_slice, full);

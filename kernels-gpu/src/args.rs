@@ -119,8 +119,8 @@ pub struct GemmArgs {
     pub units_per_slice: u32,
     /// See [`gemm_flags`].
     pub flags: u32,
-    /// Fills the struct to a multiple of 8 bytes.
-    pub reserved: u32,
+    /// Weight index of the first matrix or map of B: a chunk's are numbered from 0.
+    pub first_weight: u32,
 }
 
 /// Packs token rows for the first expert product: packed row r takes token

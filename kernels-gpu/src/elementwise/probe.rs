@@ -7,6 +7,11 @@ use cuda_std::prelude::*;
 /// Loads in flight of one thread.
 const IN_FLIGHT: u64 = 4;
 
+#[inline(always)]
+fn fold([a, b, c, d]: [u32; 4]) -> u32 {
+    a ^ b ^ c ^ d
+}
+
 /// # Safety
 /// Launched with blocks of 256 and buffers as [`ReadArgs`] says.
 #[kernel(threads = 256)]
@@ -17,19 +22,15 @@ pub(crate) unsafe fn read_probe(args: ReadArgs) {
     // SAFETY: every index read is below `vectors`.
     unsafe {
         while index + (IN_FLIGHT - 1) * threads < args.vectors {
-            let mut words = [[0u32; 4]; IN_FLIGHT as usize];
-            for (i, word) in words.iter_mut().enumerate() {
-                let vector = index + i as u64 * threads;
-                *word = global::load_read_only_v4(args.source + vector * 16);
-            }
-            for [a, b, c, d] in words {
-                mix ^= a ^ b ^ c ^ d;
-            }
+            let load =
+                |i: u64| global::load_read_only_v4(args.source + (index + i * threads) * 16);
+            // All four are asked for before the first is used.
+            let words = [load(0), load(1), load(2), load(3)];
+            mix ^= fold(words[0]) ^ fold(words[1]) ^ fold(words[2]) ^ fold(words[3]);
             index += IN_FLIGHT * threads;
         }
         while index < args.vectors {
-            let [a, b, c, d] = global::load_read_only_v4(args.source + index * 16);
-            mix ^= a ^ b ^ c ^ d;
+            mix ^= fold(global::load_read_only_v4(args.source + index * 16));
             index += threads;
         }
         // Practically never true, but the compiler cannot know.

@@ -69,6 +69,7 @@ unsafe fn load_b(
     step_k: u32,
     full: u32,
 ) {
+    let weight = coord.weight - args.first_weight;
     let mut loaded = 0;
     while loaded < tile.n {
         let dst = stage + loaded * STEP_BYTES;
@@ -77,9 +78,9 @@ unsafe fn load_b(
         // map is zero-filled and still counted.
         unsafe {
             if args.b_layout == weight_layout::ROWS {
-                tma::load_3d(dst, map, step * step_k, column, coord.weight, full);
+                tma::load_3d(dst, map, step * step_k, column, weight, full);
             } else {
-                let map = args.b_maps + coord.weight as u64 * MAP_BYTES;
+                let map = args.b_maps + weight as u64 * MAP_BYTES;
                 let panel = column / crate::tile::PANEL_ROWS;
                 // Either N spans several slices (gate and up) or K does (down).
                 let n_slice = panel / args.panels_per_slice.max(1);

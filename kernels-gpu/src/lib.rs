@@ -1,9 +1,6 @@
 //! GPU kernels in Rust, and the schedules and layouts they share with the host.
 #![no_std]
-#![cfg_attr(
-    target_arch = "nvptx64",
-    feature(abi_ptx, asm_experimental_arch)
-)]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 
 #[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
 mod elementwise {
@@ -33,7 +30,9 @@ mod gemm {
         let base = shared::dynamic_shared_base();
         let t = thread::thread_idx_x();
         if t == 0 {
-            unsafe { asm!("st.shared.u32 [{0}], {1};", in(reg32) base, in(reg32) t, options(nostack)) };
+            unsafe {
+                asm!("st.shared.u32 [{0}], {1};", in(reg32) base, in(reg32) t, options(nostack))
+            };
         }
         unsafe { asm!("bar.sync 1, 128;", options(nostack)) };
         if t == 0 {

@@ -25,10 +25,18 @@ impl Parse for LaunchBounds {
                 "threads" => (&mut bounds.threads, 1024),
                 "min_blocks" => (&mut bounds.min_blocks, 32),
                 "cluster" => (&mut bounds.cluster, 16),
-                _ => return Err(Error::new(key.span(), "expected threads, min_blocks or cluster")),
+                _ => {
+                    return Err(Error::new(
+                        key.span(),
+                        "expected threads, min_blocks or cluster",
+                    ));
+                }
             };
             if value == 0 || value > max {
-                return Err(Error::new(literal.span(), format!("{key} must be in 1..={max}")));
+                return Err(Error::new(
+                    literal.span(),
+                    format!("{key} must be in 1..={max}"),
+                ));
             }
             if field.replace(value).is_some() {
                 return Err(Error::new(key.span(), format!("{key} is given twice")));
@@ -68,8 +76,12 @@ pub(crate) fn expand(bounds: &LaunchBounds, host: ItemFn) -> Result<TokenStream>
     let mut host = host;
     let name = device.sig.ident.clone();
     let mut prologue = Vec::new();
-    for (index, (on_device, on_host)) in
-        device.sig.inputs.iter_mut().zip(&mut host.sig.inputs).enumerate()
+    for (index, (on_device, on_host)) in device
+        .sig
+        .inputs
+        .iter_mut()
+        .zip(&mut host.sig.inputs)
+        .enumerate()
     {
         let (FnArg::Typed(on_device), FnArg::Typed(on_host)) = (on_device, on_host) else {
             unreachable!("check_signature rejects self");
@@ -80,7 +92,10 @@ pub(crate) fn expand(bounds: &LaunchBounds, host: ItemFn) -> Result<TokenStream>
         take_grid_constant(&mut on_host.attrs);
         let (Pat::Ident(pat), Type::Reference(reference)) = (&*on_device.pat, &*on_device.ty)
         else {
-            return Err(Error::new_spanned(&*on_host, "#[grid_constant] needs `name: &Type`"));
+            return Err(Error::new_spanned(
+                &*on_host,
+                "#[grid_constant] needs `name: &Type`",
+            ));
         };
         let (ident, ty) = (pat.ident.clone(), reference.elem.clone());
         let address = format!("mov.b64 {{0}}, {name}_param_{index};");
@@ -105,7 +120,12 @@ pub(crate) fn expand(bounds: &LaunchBounds, host: ItemFn) -> Result<TokenStream>
         *on_device.ty = *ty;
     }
 
-    let ItemFn { attrs, vis, mut sig, block } = device;
+    let ItemFn {
+        attrs,
+        vis,
+        mut sig,
+        block,
+    } = device;
     sig.abi = Some(syn::parse_quote!(extern "ptx-kernel"));
     let statements = &block.stmts;
     let cfgs: Vec<&Attribute> = attrs.iter().filter(|a| a.path().is_ident("cfg")).collect();
@@ -136,13 +156,19 @@ fn check_signature(function: &ItemFn) -> Result<()> {
     let sig = &function.sig;
     let refuse = |tokens: &dyn quote::ToTokens, message| Err(Error::new_spanned(tokens, message));
     if sig.unsafety.is_none() {
-        return refuse(&sig.fn_token, "a kernel must be an `unsafe fn`: its launch is unchecked");
+        return refuse(
+            &sig.fn_token,
+            "a kernel must be an `unsafe fn`: its launch is unchecked",
+        );
     }
     if sig.abi.is_some() || sig.asyncness.is_some() || sig.constness.is_some() {
         return refuse(&sig.ident, "a kernel is a plain `unsafe fn`");
     }
     if !sig.generics.params.is_empty() {
-        return refuse(&sig.generics, "a kernel cannot be generic: its symbol has one name");
+        return refuse(
+            &sig.generics,
+            "a kernel cannot be generic: its symbol has one name",
+        );
     }
     if !matches!(sig.output, ReturnType::Default) {
         return refuse(&sig.output, "a kernel returns nothing");
@@ -167,7 +193,9 @@ mod tests {
     fn expand_text(args: &str, item: &str) -> std::result::Result<String, String> {
         let bounds: LaunchBounds = syn::parse_str(args).map_err(|e| e.to_string())?;
         let item: ItemFn = syn::parse_str(item).map_err(|e| e.to_string())?;
-        expand(&bounds, item).map(|t| t.to_string()).map_err(|e| e.to_string())
+        expand(&bounds, item)
+            .map(|t| t.to_string())
+            .map_err(|e| e.to_string())
     }
 
     #[test]
@@ -214,7 +242,11 @@ mod tests {
             ("", "pub fn f() {}", "unsafe fn"),
             ("", "pub unsafe fn f<T>() {}", "generic"),
             ("", "pub unsafe fn f() -> u32 { 0 }", "returns nothing"),
-            ("", "pub unsafe fn f(#[grid_constant] m: Map) {}", "name: &Type"),
+            (
+                "",
+                "pub unsafe fn f(#[grid_constant] m: Map) {}",
+                "name: &Type",
+            ),
             ("threads = 2048", "pub unsafe fn f() {}", "1..=1024"),
             ("threads = 0", "pub unsafe fn f() {}", "1..=1024"),
             ("threads = 1, threads = 2", "pub unsafe fn f() {}", "twice"),

@@ -707,7 +707,7 @@ mod tests {
             router.select(&[0.0; 5]),
             Err(RoutingError::Rows { .. })
         ));
-        assert_eq!(router.route(&[]).unwrap().ids, []);
+        assert!(router.route(&[]).unwrap().ids.is_empty());
         let none = Router::new(4, 0, 2, vec![], None, Scoring::SoftmaxOfTopK);
         assert!(matches!(none, Err(RoutingError::NoHidden)));
     }

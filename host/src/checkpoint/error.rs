@@ -133,7 +133,7 @@ pub enum FileError {
         dtype: String,
     },
     /// Rows of a packed format that do not fill whole bytes, or a size beyond 64 bits.
-    #[error("{}: tensor `{tensor}`: {dtype} elements of shape {shape:?} do not fill whole bytes in every row", path.display())]
+    #[error("{}: tensor `{tensor}`: {dtype} of shape {shape:?} has rows that do not fill whole bytes, or more bytes than 64 bits count", path.display())]
     Shape {
         /// The file.
         path: PathBuf,

@@ -54,6 +54,7 @@ pub struct CudaBuilder {
     features: Vec<String>,
     copy_to: Option<PathBuf>,
     target_dir: Option<PathBuf>,
+    cargo_home: Option<PathBuf>,
     toolchain: Option<DeviceToolchain>,
 }
 
@@ -79,6 +80,7 @@ impl CudaBuilder {
             features: Vec::new(),
             copy_to: None,
             target_dir: None,
+            cargo_home: None,
             toolchain: None,
         }
     }
@@ -112,6 +114,12 @@ impl CudaBuilder {
     /// workspace target folder. Keep it: it holds the compiled `core`.
     pub fn target_dir(mut self, path: impl Into<PathBuf>) -> Self {
         self.target_dir = Some(path.into());
+        self
+    }
+
+    /// Uses this folder as CARGO_HOME instead of the environment's.
+    pub fn cargo_home(mut self, path: impl Into<PathBuf>) -> Self {
+        self.cargo_home = Some(path.into());
         self
     }
 
@@ -151,13 +159,12 @@ impl CudaBuilder {
         let assembly = folder.join(format!("{}.s", self.module_name()));
 
         let mut command = self.command(&toolchain, &crate_dir, &workspace, &target_dir, &assembly);
-        let printed = format!("{command:?}");
         let output = command
             .output()
             .map_err(|e| BuildError::io(toolchain.cargo().display(), e))?;
         if !output.status.success() {
             return Err(BuildError::Compile {
-                command: printed,
+                command: command_line(&command),
                 stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
             });
         }
@@ -171,7 +178,11 @@ impl CudaBuilder {
             }
         };
 
-        let private_paths = [Some(workspace), home("CARGO_HOME", ".cargo")];
+        let cargo_home = self
+            .cargo_home
+            .clone()
+            .or_else(|| home("CARGO_HOME", ".cargo"));
+        let private_paths = [Some(workspace), cargo_home];
         let finished = ptx::finish(&text)
             .and_then(|done| {
                 ptx::check_no_paths(&done.0, private_paths.iter().flatten()).map(|()| done)
@@ -226,6 +237,9 @@ impl CudaBuilder {
             .env("RUSTC_WORKSPACE_WRAPPER", "")
             .env("CARGO_ENCODED_RUSTFLAGS", rustflags.join("\u{1f}"))
             .env("CARGO_INCREMENTAL", "0");
+        if let Some(home) = &self.cargo_home {
+            command.env("CARGO_HOME", home);
+        }
         for (key, value) in [
             ("OPT_LEVEL", "3"),
             ("LTO", "fat"),
@@ -269,13 +283,26 @@ impl CudaBuilder {
     }
 }
 
-/// The nearest folder upwards that has a Cargo.lock, or else the crate itself.
+/// The nearest folder upwards whose manifest has a `[workspace]`, or else the crate itself.
 fn workspace_root(crate_dir: &Path) -> PathBuf {
+    let is_root = |folder: &&Path| {
+        std::fs::read_to_string(folder.join("Cargo.toml"))
+            .is_ok_and(|manifest| manifest.lines().any(|line| line.starts_with("[workspace")))
+    };
     crate_dir
         .ancestors()
-        .find(|folder| folder.join("Cargo.lock").is_file())
+        .find(is_root)
         .unwrap_or(crate_dir)
         .to_path_buf()
+}
+
+/// Program and arguments, without the many variables that are removed.
+fn command_line(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words
+        .map(|word| word.to_string_lossy())
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 fn default_target_dir(workspace: &Path) -> PathBuf {

@@ -9,7 +9,7 @@
 //!    parameter list of `.visible .entry NAME` and its body.
 //! 2. **Tensor maps.** A 128-byte parameter of alignment 8 (`cuda_std::TensorMap`)
 //!    gets the alignment of 64 that TMA needs.
-//! 3. **Symbols** that contain hashes are numbered in order of appearance.
+//! 3. **Symbols** that are mangled, and so contain hashes, get readable names.
 //! 4. **White space** at line ends and runs of blank lines go.
 //!
 //! and refuses a module that calls a function it does not define, declares bounds
@@ -37,7 +37,7 @@ const BOUNDS_COMMENT: &str = "// cuda_std launch_bounds ";
 pub fn finish(assembly: &str) -> Result<(String, Report), String> {
     let (text, bounds) = take_launch_bounds(assembly)?;
     let text = edit_entries(&text, bounds)?;
-    let text = symbols::number_hashes(&text)?;
+    let text = symbols::readable(&text)?;
     let text = tidy(&text);
     let report = report::report(&text)?;
     Ok((text, report))

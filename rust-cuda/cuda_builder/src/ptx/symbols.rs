@@ -1,89 +1,104 @@
-//! Numbers instead of hashes in symbol names.
+//! Readable names instead of mangled ones.
 //!
-//! rustc mangles crate identities into names: `17h<16 hex digits>E` at the end of
-//! legacy names, `Cs<base 62>_` inside v0 names, and content hashes in the
-//! names of constants. They differ between toolchains in different folders, and
-//! mean nothing in a finished module.
+//! A mangled Rust name contains the identity of its crate, a hash that depends
+//! on where the crate (or the standard library) lies on disk; and the names of
+//! anonymous constants are hashes altogether. In a finished module they mean
+//! nothing, and would make its bytes depend on the machine.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use super::scan::is_identifier;
 
-/// Replaces each hash by its number in order of first appearance.
-pub(super) fn number_hashes(text: &str) -> Result<String, String> {
-    let mut numbers = HashMap::new();
+/// Renames mangled functions to their path, `core__panicking__panic_fmt`, and
+/// numbers anonymous constants in order of appearance.
+pub(super) fn readable(text: &str) -> Result<String, String> {
+    let mut names = Names::default();
     let mut before = HashSet::new();
     let mut after = HashSet::new();
-    let mut numbered = String::with_capacity(text.len());
+    let mut renamed = String::with_capacity(text.len());
     let mut rest = text;
     while !rest.is_empty() {
         let length = rest.find(|c| !is_identifier(c)).unwrap_or(rest.len());
         if length == 0 {
             let next = rest.find(is_identifier).unwrap_or(rest.len());
-            numbered.push_str(&rest[..next]);
+            renamed.push_str(&rest[..next]);
             rest = &rest[next..];
             continue;
         }
         let (symbol, tail) = rest.split_at(length);
         rest = tail;
-        let renamed = rename(symbol, &mut numbers);
+        let name = names.rename(symbol);
+        renamed.push_str(&name);
         before.insert(symbol);
-        numbered.push_str(&renamed);
-        after.insert(renamed);
+        after.insert(name);
     }
     if before.len() == after.len() {
-        Ok(numbered)
+        Ok(renamed)
     } else {
-        Err("two symbols became one when their hashes were numbered".to_owned())
+        Err("two symbols became one when they were given readable names".to_owned())
     }
 }
 
-fn rename<'a>(symbol: &'a str, numbers: &mut HashMap<&'a str, usize>) -> String {
-    let mut number = |hash: &'a str| {
-        let next = numbers.len();
-        *numbers.entry(hash).or_insert(next)
-    };
-    let is_hex = |s: &str| {
-        s.bytes()
-            .all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
-    };
-    if symbol.starts_with("_ZN")
-        && let Some((path, hash)) = symbol.strip_suffix('E').and_then(|s| s.rsplit_once("17h"))
-        && hash.len() == 16
-        && is_hex(hash)
-    {
-        return format!("{path}17h{:016x}E", number(hash));
-    }
-    if symbol.starts_with("_R") {
-        let mut renamed = String::with_capacity(symbol.len());
-        let mut rest = symbol;
-        while let Some(at) = rest.find("Cs") {
-            let (head, tail) = rest.split_at(at + 2);
-            renamed.push_str(head);
-            let length = tail.find(|c: char| !c.is_ascii_alphanumeric()).unwrap_or(0);
-            // A short "Cs.._" is part of some identifier, and stable as it is.
-            if length >= 8 && tail[length..].starts_with('_') {
-                renamed.push_str(&number(&tail[..length]).to_string());
-                rest = &tail[length..];
-            } else {
-                rest = tail;
+#[derive(Default)]
+struct Names<'a> {
+    /// New names by old ones.
+    renamed: HashMap<&'a str, String>,
+    /// How many symbols share a readable name.
+    uses: HashMap<String, usize>,
+}
+
+impl<'a> Names<'a> {
+    fn rename(&mut self, symbol: &'a str) -> String {
+        let (base, suffix) = split_parameter(symbol);
+        let readable = demangle(base).or_else(|| anonymous(base));
+        let Some(readable) = readable else {
+            return symbol.to_owned();
+        };
+        let name = match self.renamed.entry(base) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                let uses = self.uses.entry(readable.clone()).or_default();
+                *uses += 1;
+                let number = if *uses == 1 {
+                    String::new()
+                } else {
+                    format!("__{uses}")
+                };
+                new.insert(format!("{readable}{number}"))
             }
-        }
-        renamed.push_str(rest);
-        return renamed;
+        };
+        format!("{name}{suffix}")
     }
-    for prefix in ["alloc_", "anon_$_", "anon_"] {
-        if let Some(hash) = symbol.strip_prefix(prefix) {
-            let (hash, suffix) = hash.split_at(
-                hash.find(|c| !is_identifier(c) || c == '_')
-                    .unwrap_or(hash.len()),
-            );
-            if hash.len() >= 16 && is_hex(hash) {
-                return format!("{prefix}{}{suffix}", number(hash));
-            }
-        }
+}
+
+/// `("f", "_param_0")` for `f_param_0`: LLVM names parameters after their function.
+fn split_parameter(symbol: &str) -> (&str, &str) {
+    match symbol.rfind("_param_") {
+        Some(at) if symbol[at + 7..].bytes().all(|b| b.is_ascii_digit()) => symbol.split_at(at),
+        _ => (symbol, ""),
     }
-    symbol.to_owned()
+}
+
+/// The path of a mangled function, in characters that PTX allows.
+fn demangle(symbol: &str) -> Option<String> {
+    let path = format!("{:#}", rustc_demangle::try_demangle(symbol).ok()?);
+    let mut name = String::with_capacity(path.len());
+    for c in path.chars() {
+        name.push(if is_identifier(c) { c } else { '_' });
+    }
+    // `<T as Trait>::f` starts with a bracket; PTX reserves nothing that starts so.
+    Some(format!("rust_{name}"))
+}
+
+/// The kind of an anonymous constant.
+fn anonymous(symbol: &str) -> Option<String> {
+    let kind = ["alloc_", "anon_$_", "anon_", "vtable_$_"]
+        .into_iter()
+        .find(|kind| symbol.starts_with(kind))?;
+    let hash = symbol[kind.len()..].split(['_', '$']).next()?;
+    let is_hash = hash.len() >= 16 && hash.bytes().all(|b| b.is_ascii_hexdigit());
+    is_hash.then(|| format!("rust_{}", kind.trim_end_matches(['_', '$'])))
 }
 
 #[cfg(test)]
@@ -91,27 +106,47 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_of_all_kinds_are_numbered_in_order() {
+    fn functions_are_named_after_their_path() {
         let text = "call _ZN4core9panicking5panic17h0123456789abcdefE, \
-            (_RNvMs_NtCs8zMdGyjPOWH_4core3fmtCsfmW8kMoe5xw_5asymk); \
-            alloc_0123456789abcdef0123456789abcdef, anon_$_00112233445566778899aabbccddeeff_$_3 \
-            _ZN4core9panicking5panic17h0123456789abcdefE";
-        let want = "call _ZN4core9panicking5panic17h0000000000000000E, \
-            (_RNvMs_NtCs1_4core3fmtCs2_5asymk); \
-            alloc_3, anon_$_4_$_3 \
-            _ZN4core9panicking5panic17h0000000000000000E";
-        assert_eq!(number_hashes(text).unwrap(), want);
+            (_RNvNtCsanIojcP8aaR_4core9panicking18panic_bounds_check_param_1); \
+            _RNvXCsgpLtFbHMVoR_1kNtB2_1ANtB2_1T2go \
+            _ZN4core9panicking5panic17h0123456789abcdefE \
+            _ZN4core9panicking5panic17hfedcba9876543210E";
+        let want = "call rust_core__panicking__panic, \
+            (rust_core__panicking__panic_bounds_check_param_1); \
+            rust__k__A_as_k__T___go \
+            rust_core__panicking__panic \
+            rust_core__panicking__panic__2";
+        assert_eq!(readable(text).unwrap(), want);
+    }
+
+    #[test]
+    fn anonymous_constants_are_numbered() {
+        let text = "alloc_0123456789abcdef0123456789abcdef anon_$_00112233445566778899aabbccddeeff_$_3 \
+            alloc_fedcba98765432100123456789abcdef";
+        assert_eq!(
+            readable(text).unwrap(),
+            "rust_alloc rust_anon rust_alloc__2"
+        );
+    }
+
+    #[test]
+    fn the_crates_identity_does_not_matter() {
+        let text = |id| format!("_RINvCs{id}_1k7genericmEB2__param_0 _RNvCs{id}_1k5TABLE");
+        assert_eq!(
+            readable(&text("gpLtFbHMVoR")),
+            readable(&text("5dtObyGflQM"))
+        );
     }
 
     #[test]
     fn other_names_stay() {
-        let text = "gemm_param_0 %rd1 $L__BB0_2 alloc_count anon_dead _ZN3foo3barE 0f3F800000";
-        assert_eq!(number_hashes(text).unwrap(), text);
+        let text = "gemm_param_0 %rd1 $L__BB0_2 alloc_count anon_dead _ZN3foo 0f3F800000 _R";
+        assert_eq!(readable(text).unwrap(), text);
     }
 
     #[test]
     fn collisions_are_refused() {
-        let text = "alloc_0123456789abcdef alloc_0";
-        assert!(number_hashes(text).is_err());
+        assert!(readable("alloc_0123456789abcdef rust_alloc").is_err());
     }
 }

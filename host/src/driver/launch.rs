@@ -49,13 +49,9 @@ impl LaunchConfig {
             ));
         }
         let (bx, by, bz) = self.block;
-<<<<<<< HEAD
-        let threads = u64::from(bx) * u64::from(by) * u64::from(bz);
-=======
         let threads = u64::from(bx)
             .saturating_mul(by.into())
             .saturating_mul(bz.into());
->>>>>>> driver
         if threads == 0 || threads > u64::from(max_threads) || bz > 64 {
             return Err(format!(
                 "block ({bx}, {by}, {bz}) is outside 1..={max_threads} threads"

@@ -4,6 +4,7 @@
 //! default; both follow the configuration classes of the transformers library.
 
 use super::error::ConfigError;
+use super::fields::{Fields, value_error};
 use crate::moe::routing::Scoring;
 use asym_gemm_formats::activation::Activation;
 use serde_json::{Map, Value};
@@ -96,6 +97,11 @@ struct Defaults {
     renormalise: bool,
     dense: usize,
 }
+
+/// Far above any model: what a description may make us loop over.
+const MAX_LAYERS: usize = 1 << 16;
+/// As [`MAX_LAYERS`].
+const MAX_EXPERTS: usize = 1 << 20;
 
 /// An expert that every token visits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,6 +246,9 @@ impl ModelConfig {
         let hidden = fields.size("hidden_size", default.hidden)?;
         let intermediate = fields.size(width_key, default.width)?;
         let experts = fields.either(expert_keys, default.experts)?;
+        at_most(expert_keys[0], experts, MAX_EXPERTS)?;
+        let layers = fields.size("num_hidden_layers", default.layers)?;
+        at_most("num_hidden_layers", layers, MAX_LAYERS)?;
         // The largest tensor of a layer as f32; every product of sizes stays below.
         let bytes = [2, experts, intermediate, hidden, 4];
         if bytes
@@ -254,13 +263,7 @@ impl ModelConfig {
             });
         }
         let top_k = fields.size("num_experts_per_tok", default.top_k)?;
-        if top_k > experts {
-            return Err(ConfigError::Value {
-                key: "num_experts_per_tok",
-                found: top_k.to_string(),
-                expected: format!("at most {experts}, the number of experts"),
-            });
-        }
+        at_most("num_experts_per_tok", top_k, experts)?;
         let renormalise = match model_type {
             Mixtral | GptOss => default.renormalise,
             _ => fields.bool("norm_topk_prob", default.renormalise)?,
@@ -303,7 +306,7 @@ impl ModelConfig {
                     gated: true,
                 })
             }
-            DeepseekV3 | Glm4Moe => fields.shared_experts(intermediate)?,
+            DeepseekV3 | Glm4Moe => shared_experts(fields, intermediate)?,
             _ => None,
         };
         if let Some(SharedSpec { intermediate, .. }) = shared
@@ -330,7 +333,7 @@ impl ModelConfig {
 
         Ok(Self {
             model_type,
-            layers: fields.size("num_hidden_layers", default.layers)?,
+            layers,
             hidden,
             intermediate,
             experts,
@@ -370,140 +373,33 @@ impl ModelConfig {
     }
 }
 
-/// The object, read with checks. A null counts as absent.
-struct Fields(Map<String, Value>);
-
-impl Fields {
-    fn get(&self, key: &str) -> Option<&Value> {
-        self.0.get(key).filter(|value| !value.is_null())
-    }
-
-    /// An integer from zero.
-    fn count(&self, key: &'static str, default: usize) -> Result<usize, ConfigError> {
-        Ok(self.optional_count(key)?.unwrap_or(default))
-    }
-
-    fn optional_count(&self, key: &'static str) -> Result<Option<usize>, ConfigError> {
-        self.get(key)
-            .map(|value| {
-                let number = value.as_u64().and_then(|n| usize::try_from(n).ok());
-                number.ok_or_else(|| value_error(key, value, "an integer from 0"))
-            })
-            .transpose()
-    }
-
-    /// An integer from one.
-    fn size(&self, key: &'static str, default: usize) -> Result<usize, ConfigError> {
-        self.either(&[key], default)
-    }
-
-    /// An integer from one under any of `keys`.
-    fn either(&self, keys: &[&'static str], default: usize) -> Result<usize, ConfigError> {
-        let mut found: Option<(&'static str, usize)> = None;
-        for &key in keys {
-            let Some(value) = self.optional_count(key)? else {
-                continue;
-            };
-            if value == 0 {
-                return Err(value_error(key, &Value::from(0), "an integer from 1"));
-            }
-            match found {
-                Some((first, other)) if other != value => {
-                    return Err(ConfigError::Conflict { first, second: key });
-                }
-                _ => found = Some((key, value)),
-            }
-        }
-        Ok(found.map_or(default, |(_, value)| value))
-    }
-
-    fn bool(&self, key: &'static str, default: bool) -> Result<bool, ConfigError> {
-        match self.get(key) {
-            None => Ok(default),
-            Some(Value::Bool(value)) => Ok(*value),
-            Some(other) => Err(value_error(key, other, "true or false")),
-        }
-    }
-
-    fn positive(&self, key: &'static str, default: f32) -> Result<f32, ConfigError> {
-        match self.get(key) {
-            None => Ok(default),
-            Some(value) => value
-                .as_f64()
-                .map(|x| x as f32)
-                .filter(|x| x.is_finite() && *x > 0.0)
-                .ok_or_else(|| value_error(key, value, "a positive number")),
-        }
-    }
-
-    /// A setting of which only `supported` is, absence included.
-    fn only(&self, key: &'static str, supported: &[&str]) -> Result<(), ConfigError> {
-        match self.get(key) {
-            None => Ok(()),
-            Some(Value::String(text)) if supported.contains(&text.as_str()) => Ok(()),
-            Some(other) => Err(value_error(key, other, supported[0])),
-        }
-    }
-
-    fn layers(&self, key: &'static str) -> Result<Vec<usize>, ConfigError> {
-        let Some(value) = self.get(key) else {
-            return Ok(Vec::new());
-        };
-        let wrong = || value_error(key, value, "a list of layer numbers");
-        let index = |layer: &Value| layer.as_u64().and_then(|n| usize::try_from(n).ok());
-        let list = value.as_array().ok_or_else(wrong)?;
-        list.iter()
-            .map(|layer| index(layer).ok_or_else(wrong))
-            .collect()
-    }
-
-    fn shared_experts(&self, intermediate: usize) -> Result<Option<SharedSpec>, ConfigError> {
-        const KEY: &str = "n_shared_experts";
-        // Here null is a value: no shared expert.
-        let count = match self.0.get(KEY) {
-            Some(Value::Null) => 0,
-            _ => self.count(KEY, 1)?,
-        };
-        match intermediate.checked_mul(count) {
-            Some(0) => Ok(None),
-            Some(intermediate) => Ok(Some(SharedSpec {
-                intermediate,
-                gated: false,
-            })),
-            None => Err(value_error(KEY, &Value::from(count), "a smaller number")),
-        }
-    }
-
-    fn quantization(&self) -> Option<String> {
-        let config = self.get("quantization_config")?;
-        let text = |key| config.get(key).and_then(Value::as_str);
-        let method = text("quant_method").unwrap_or("an unnamed method");
-        Some(
-            match text("quant_algo")
-                .or_else(|| text("format"))
-                .or_else(|| text("fmt"))
-            {
-                Some(detail) => format!("{method} ({detail})"),
-                None => method.to_owned(),
-            },
-        )
+fn at_most(key: &'static str, value: usize, limit: usize) -> Result<(), ConfigError> {
+    match value <= limit {
+        true => Ok(()),
+        false => Err(value_error(
+            key,
+            &Value::from(value),
+            format!("at most {limit}"),
+        )),
     }
 }
 
-fn value_error(key: &'static str, found: &Value, expected: impl Into<String>) -> ConfigError {
-    let mut found = found.to_string();
-    if found.len() > 60 {
-        let cut = (0..=60)
-            .rev()
-            .find(|&i| found.is_char_boundary(i))
-            .unwrap_or(0);
-        found.truncate(cut);
-        found.push_str("...");
-    }
-    ConfigError::Value {
-        key,
-        found,
-        expected: expected.into(),
+/// DeepSeek's shared experts, computed as one of their joint width.
+fn shared_experts(fields: &Fields, width: usize) -> Result<Option<SharedSpec>, ConfigError> {
+    const KEY: &str = "n_shared_experts";
+    // Here null is a value: no shared expert.
+    let count = if fields.is_null(KEY) {
+        0
+    } else {
+        fields.count(KEY, 1)?
+    };
+    match width.checked_mul(count) {
+        Some(0) => Ok(None),
+        Some(intermediate) => Ok(Some(SharedSpec {
+            intermediate,
+            gated: false,
+        })),
+        None => Err(value_error(KEY, &Value::from(count), "a smaller number")),
     }
 }
 
@@ -672,6 +568,14 @@ mod tests {
         refused(
             &format!(r#"{q}"mlp_only_layers": [1, "x"]"#),
             &["mlp_only_layers"],
+        );
+        refused(
+            &format!(r#"{q}"num_experts": 1048577"#),
+            &["num_experts", "1048577", "1048576"],
+        );
+        refused(
+            &format!(r#"{q}"num_hidden_layers": 65537"#),
+            &["num_hidden_layers", "65536"],
         );
         let huge = 1u64 << 40;
         refused(

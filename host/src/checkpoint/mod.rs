@@ -11,11 +11,13 @@
 
 mod config;
 mod error;
+mod fields;
 mod file;
 mod float;
 mod header;
 mod layer;
 mod names;
+mod plan;
 mod shards;
 mod spec;
 mod write;
@@ -24,7 +26,8 @@ pub use config::{ModelConfig, ModelType, ScoringConfig, SharedSpec};
 pub use error::{CheckpointError, ConfigError, FileError, ForeignFile, NameList};
 pub use file::TensorFile;
 pub use header::TensorInfo;
-pub use layer::{FusedLayout, MoeLayer, MoeSpec};
+pub use layer::{MoeLayer, MoeSpec};
+pub use plan::FusedLayout;
 pub use safetensors::Dtype;
 pub use shards::Checkpoint;
 pub use spec::TensorSpec;

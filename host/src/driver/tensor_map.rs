@@ -95,7 +95,8 @@ pub struct TensorMap([u64; 16]);
 
 impl TensorMap {
     /// Checks the description and lets the driver encode it. Box elements outside the
-    /// tensor read as zero and are not written.
+    /// tensor read as zero and are not written. A context must be current: the driver
+    /// refuses otherwise, see [`Gpu::enter`](super::Gpu::enter).
     ///
     /// # Errors
     ///

@@ -86,7 +86,7 @@ impl GroupedGemm {
         transfer: Transfer,
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
-        let Some(problem) = Problem::new(a, b, groups, d)? else {
+        let Some(problem) = Problem::new(&self.gpu, a, b, groups, d)? else {
             return Ok(Plan::nothing(transfer));
         };
         if let Some(pinned) = problem.pinned() {
@@ -129,7 +129,7 @@ impl GroupedGemm {
     ) -> Result<Plan, GemmError> {
         let b = problem.b;
         let groups = self.upload(&problem.groups, stream)?;
-        let b_map = map_rows(b.format, address, b.count, b.n, b.k)?;
+        let b_map = map_rows(&self.gpu, b.format, address, b.count, b.n, b.k)?;
         let piece = Piece { groups: 0..problem.groups.len(), first_weight: 0, rows: 0..b.n };
         // SAFETY: the caller's contract.
         let kernel = unsafe { self.launch(problem, groups, &piece, &b_map, stream)? };
@@ -189,7 +189,7 @@ impl GroupedGemm {
             unsafe { ring.copy(slot, 0, &pinned.as_slice()[first..first + bytes])? };
             ring.finish(slot, stream)?;
             let address = ring.address() + (slot * slot_bytes) as u64;
-            let b_map = map_rows(b.format, address, chunk.weights.len(), chunk.rows.len(), b.k)?;
+            let b_map = map_rows(&self.gpu, b.format, address, chunk.weights.len(), chunk.rows.len(), b.k)?;
             let piece = Piece {
                 groups: problem.groups_of(&chunk.weights),
                 first_weight: chunk.weights.start,
@@ -293,6 +293,7 @@ struct Problem<'a> {
 impl<'a> Problem<'a> {
     /// Checks everything; `None` if no group has a row.
     fn new(
+        gpu: &Gpu,
         a: &Activations<'_>,
         b: &'a Weights<'a>,
         groups: &[GroupRange],
@@ -316,7 +317,7 @@ impl<'a> Problem<'a> {
         if groups.is_empty() {
             return Ok(None);
         }
-        let (a_map, a_scales, a_scale_stride) = map_activations(a, b.format)?;
+        let (a_map, a_scales, a_scale_stride) = map_activations(gpu, a, b.format)?;
         let d_bytes = d.element_bytes();
         let vector_bytes = if d_bytes == 2 { 16 } else { 8 };
         let vector = d.address() % vector_bytes as u64 == 0
@@ -447,6 +448,7 @@ fn operands(a: &Activations<'_>, b: &Weights<'_>) -> Result<Operands, GemmError>
 
 /// Tensor map of A, address of its scales and their number a row.
 fn map_activations(
+    gpu: &Gpu,
     a: &Activations<'_>,
     format: WeightFormat,
 ) -> Result<(TensorMap, u64, u32), GemmError> {
@@ -462,13 +464,13 @@ fn map_activations(
     match a {
         Activations::Bf16(m) => {
             aligned(m.stride() * 2)?;
-            let map = map_a(format, m.address(), m.rows(), m.columns(), m.stride() * 2)?;
+            let map = map_a(gpu, format, m.address(), m.rows(), m.columns(), m.stride() * 2)?;
             Ok((map, 0, 0))
         }
         Activations::Int8 { codes, scales } => {
             aligned(codes.stride())?;
             let map =
-                map_a(format, codes.address(), codes.rows(), codes.columns(), codes.stride())?;
+                map_a(gpu, format, codes.address(), codes.rows(), codes.columns(), codes.stride())?;
             Ok((map, scales.address(), scales.stride() as u32))
         }
     }

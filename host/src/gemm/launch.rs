@@ -76,6 +76,12 @@ impl Launcher {
     }
 }
 
+/// Encodes a map with the GPU's context current, which the driver wants.
+fn encode(gpu: &Gpu, desc: &TensorMapDesc<'_>) -> Result<TensorMap, GemmError> {
+    let _current = gpu.enter()?;
+    Ok(TensorMap::encode(desc)?)
+}
+
 /// Element type of a tensor map over `format`.
 fn element(format: WeightFormat) -> TensorElement {
     match format {
@@ -91,13 +97,14 @@ fn row_elements(format: WeightFormat) -> u32 {
 
 /// Map of A: [rows, k] at `address`, rows `stride_bytes` apart, boxes of 64 rows x 128 bytes.
 pub(crate) fn map_a(
+    gpu: &Gpu,
     format: WeightFormat,
     address: u64,
     rows: usize,
     k: usize,
     stride_bytes: usize,
 ) -> Result<TensorMap, GemmError> {
-    Ok(TensorMap::encode(&TensorMapDesc {
+    encode(gpu, &TensorMapDesc {
         element: element(format),
         global_address: address,
         sizes: &[k as u64, rows as u64],
@@ -105,11 +112,12 @@ pub(crate) fn map_a(
         box_sizes: &[row_elements(format), A_BOX_ROWS],
         swizzle128: true,
         l2_promotion: L2Promotion::Bytes256,
-    })?)
+    })
 }
 
 /// Map of a row-major B: [count, n, k] at `address`, boxes of 128 rows x 128 bytes.
 pub(crate) fn map_rows(
+    gpu: &Gpu,
     format: WeightFormat,
     address: u64,
     count: usize,
@@ -117,7 +125,7 @@ pub(crate) fn map_rows(
     k: usize,
 ) -> Result<TensorMap, GemmError> {
     let row_bytes = k * format.element_bytes();
-    Ok(TensorMap::encode(&TensorMapDesc {
+    encode(gpu, &TensorMapDesc {
         element: element(format),
         global_address: address,
         sizes: &[k as u64, n as u64, count as u64],
@@ -125,16 +133,17 @@ pub(crate) fn map_rows(
         box_sizes: &[row_elements(format), B_BOX_ROWS, 1],
         swizzle128: true,
         l2_promotion: L2Promotion::Bytes256,
-    })?)
+    })
 }
 
 /// Maps of one expert of a bank at `address`: (gate and up, down), boxes of 8 panels.
 pub(crate) fn map_expert(
+    gpu: &Gpu,
     geometry: &BankGeometry,
     address: u64,
 ) -> Result<(TensorMap, TensorMap), GemmError> {
     let map = |address: u64, units: usize, panels: usize, panel_bytes: usize| {
-        TensorMap::encode(&TensorMapDesc {
+        encode(gpu, &TensorMapDesc {
             element: element(geometry.format),
             global_address: address,
             sizes: &[

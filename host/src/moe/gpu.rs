@@ -45,7 +45,7 @@ impl Cells {
         let (mut gate_up, mut down) = (Vec::new(), Vec::new());
         for cell in 0..count {
             let address = base + (cell * geometry.expert_bytes()) as u64;
-            let (g, d) = map_expert(geometry, address)?;
+            let (g, d) = map_expert(gpu, geometry, address)?;
             gate_up.extend_from_slice(g.as_bytes());
             down.extend_from_slice(d.as_bytes());
         }
@@ -346,10 +346,10 @@ impl GpuExperts {
         };
         let call = Call {
             groups: group_list.as_raw(),
-            a_map: map_a(geometry.format, a.as_raw(), rows, h_pad, h_pad * es)?,
+            a_map: map_a(gpu, geometry.format, a.as_raw(), rows, h_pad, h_pad * es)?,
             a_scales: a_scales.as_raw(),
             gate_up: gate_up.as_raw(),
-            h_map: map_a(geometry.format, h.as_raw(), rows, i_pad, i_pad * es)?,
+            h_map: map_a(gpu, geometry.format, h.as_raw(), rows, i_pad, i_pad * es)?,
             h: h.as_raw(),
             h_scales: h_scales.as_raw(),
             y: y.as_raw(),

@@ -135,8 +135,93 @@ fn geometries(layer: &MoeLayer, format: WeightFormat) -> (BankGeometry, Option<B
     (routed, shared)
 }
 
+/// The parts of a checkpoint's layer around its banks.
+fn parts(layer: &MoeLayer, experts: ExpertBank, shared: Option<ExpertBank>) -> BlockParts {
+    BlockParts {
+        router: layer.router.clone(),
+        activation: layer.spec.activation,
+        experts,
+        shared: shared.map(|bank| (bank, layer.shared_gate.clone())),
+    }
+}
+
+/// What an [`MoeBlock`] is made of.
+#[derive(Debug)]
+pub struct BlockParts {
+    /// Chooses the experts.
+    pub router: Router,
+    /// Between gate, up and down.
+    pub activation: Activation,
+    /// The routed experts.
+    pub experts: ExpertBank,
+    /// The expert that every token visits: its bank (of one expert), and [H] whose product
+    /// with the token gates it through a sigmoid, or `None` for a weight of 1.
+    pub shared: Option<(ExpertBank, Option<Vec<f32>>)>,
+}
+
+impl BlockParts {
+    fn check(&self) -> Result<(), MoeError> {
+        let experts = self.experts.geometry();
+        let mismatch = |what, found, needed| MoeError::Parts { what, found, needed };
+        if self.router.hidden() != experts.hidden {
+            return Err(mismatch("the router's width", self.router.hidden(), experts.hidden));
+        }
+        if self.router.experts() != experts.experts {
+            return Err(mismatch("the router's experts", self.router.experts(), experts.experts));
+        }
+        let Some((bank, gate)) = &self.shared else { return Ok(()) };
+        let shared = bank.geometry();
+        if shared.hidden != experts.hidden {
+            return Err(mismatch("the shared expert's width", shared.hidden, experts.hidden));
+        }
+        if shared.experts != 1 {
+            return Err(mismatch("the shared bank's experts", shared.experts, 1));
+        }
+        match gate {
+            Some(gate) if gate.len() != experts.hidden => {
+                Err(mismatch("the shared gate's width", gate.len(), experts.hidden))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl MoeBlock {
-    /// A block for the CPU; `packed` is called after each expert, for progress.
+    /// A block for the CPU from its parts.
+    ///
+    /// # Errors
+    /// If the parts do not fit each other.
+    pub fn from_parts(parts: BlockParts, cpu: Engine) -> Result<Self, MoeError> {
+        parts.check()?;
+        Ok(Self {
+            router: parts.router,
+            activation: parts.activation,
+            experts: Arc::new(parts.experts),
+            shared: parts.shared.map(|(bank, gate)| Shared { bank: Arc::new(bank), gate }),
+            cpu,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        })
+    }
+
+    /// Adds a GPU; all banks must be pinned.
+    ///
+    /// # Errors
+    /// If a bank is not pinned, the ring is too small, memory is short or the GPU lacks the
+    /// kernels.
+    #[cfg(feature = "cuda")]
+    pub fn attach_gpu(
+        &mut self,
+        gpu: &Gpu,
+        transfer: Transfer,
+        ring_bytes: usize,
+    ) -> Result<(), MoeError> {
+        let shared = self.shared.as_ref().map(|shared| shared.bank.clone());
+        self.gpu = Some(GpuBlock::new(gpu, self.experts.clone(), shared, transfer, ring_bytes)?);
+        Ok(())
+    }
+
+    /// A checkpoint's layer for the CPU; `packed` is called after each expert, for progress.
     ///
     /// # Errors
     /// If the weights do not make a bank.
@@ -152,10 +237,11 @@ impl MoeBlock {
         let shared = shared
             .map(|geometry| ExpertBank::plain(geometry, |_| SharedExpert(layer), &packed))
             .transpose()?;
-        Ok(Self::assemble(layer, experts, shared, cpu))
+        Self::from_parts(parts(layer, experts, shared), cpu)
     }
 
-    /// A block for CPU and GPU, whose weights lie in pinned host memory that both read.
+    /// A checkpoint's layer for CPU and GPU, whose weights lie in pinned host memory that
+    /// both read.
     ///
     /// # Errors
     /// As [`Self::for_cpu`]; also if memory cannot be pinned or the GPU lacks the kernels.
@@ -175,29 +261,9 @@ impl MoeBlock {
         let shared = shared
             .map(|geometry| ExpertBank::pinned(gpu, geometry, |_| SharedExpert(layer), &packed))
             .transpose()?;
-        let mut block = Self::assemble(layer, experts, shared, cpu);
-        let shared_bank = block.shared.as_ref().map(|shared| shared.bank.clone());
-        block.gpu =
-            Some(GpuBlock::new(gpu, block.experts.clone(), shared_bank, transfer, ring_bytes)?);
+        let mut block = Self::from_parts(parts(layer, experts, shared), cpu)?;
+        block.attach_gpu(gpu, transfer, ring_bytes)?;
         Ok(block)
-    }
-
-    fn assemble(
-        layer: &MoeLayer,
-        experts: ExpertBank,
-        shared: Option<ExpertBank>,
-        cpu: Engine,
-    ) -> Self {
-        Self {
-            router: layer.router.clone(),
-            activation: layer.spec.activation,
-            experts: Arc::new(experts),
-            shared: shared
-                .map(|bank| Shared { bank: Arc::new(bank), gate: layer.shared_gate.clone() }),
-            cpu,
-            #[cfg(feature = "cuda")]
-            gpu: None,
-        }
     }
 
     /// Width of a token.
@@ -231,19 +297,42 @@ impl MoeBlock {
         backend: Backend,
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
         let start = std::time::Instant::now();
+        let routing = self.router.route(x)?;
+        let (out, mut report) = self.forward_routed(x, &routing, backend)?;
+        report.seconds = start.elapsed().as_secs_f64();
+        Ok((out, report))
+    }
+
+    /// As [`Self::forward`] with a routing made elsewhere.
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; also if the routing is not of these tokens and experts.
+    pub fn forward_routed(
+        &mut self,
+        x: &[f32],
+        routing: &Routing,
+        backend: Backend,
+    ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
+        let start = std::time::Instant::now();
         let hidden = self.hidden();
         if x.len() % hidden != 0 {
             return Err(MoeError::Input { len: x.len(), hidden });
         }
-        let routing = self.router.route(x)?;
         let tokens = x.len() / hidden;
+        if routing.weights.len() != routing.ids.len() {
+            return Err(MoeError::Parts {
+                what: "the routing's weights",
+                found: routing.weights.len(),
+                needed: routing.ids.len(),
+            });
+        }
         let packed =
             pack(&routing.ids, tokens, routing.top_k, self.experts.geometry().experts, 1)?;
         let shared_weights = self.shared_weights(x);
-        let mut forward = Forward { x, tokens, routing: &routing, packed: &packed, shared_weights };
+        let forward = Forward { x, tokens, routing, packed: &packed, shared_weights };
         let (out, mut report) = match backend {
-            Backend::Cpu => self.forward_cpu(&mut forward)?,
-            Backend::Gpu | Backend::Both => self.forward_gpu(&mut forward, backend)?,
+            Backend::Cpu => self.forward_cpu(&forward)?,
+            Backend::Gpu | Backend::Both => self.forward_gpu(&forward, backend)?,
         };
         report.seconds = start.elapsed().as_secs_f64();
         Ok((out, report))
@@ -260,7 +349,7 @@ impl MoeBlock {
         x.chunks_exact(self.hidden()).map(weight).collect()
     }
 
-    fn forward_cpu(&self, f: &mut Forward<'_>) -> Result<(Vec<f32>, ForwardReport), MoeError> {
+    fn forward_cpu(&self, f: &Forward<'_>) -> Result<(Vec<f32>, ForwardReport), MoeError> {
         let hidden = self.hidden();
         let mut y = vec![0.0; f.packed.rows * hidden];
         self.cpu_experts(f, &f.packed.groups, &mut y)?;
@@ -340,7 +429,7 @@ impl MoeBlock {
     #[cfg(not(feature = "cuda"))]
     fn forward_gpu(
         &mut self,
-        _: &mut Forward<'_>,
+        _: &Forward<'_>,
         _: Backend,
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
         Err(MoeError::Backend { backend: "gpu", reason: "built without the cuda feature".into() })
@@ -349,7 +438,7 @@ impl MoeBlock {
     #[cfg(feature = "cuda")]
     fn forward_gpu(
         &mut self,
-        f: &mut Forward<'_>,
+        f: &Forward<'_>,
         backend: Backend,
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
         let Some(mut gpu) = self.gpu.take() else {

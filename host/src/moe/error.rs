@@ -16,6 +16,16 @@ pub enum MoeError {
         /// Width of a token.
         hidden: usize,
     },
+    /// Parts of a block, or a routing, that do not fit each other.
+    #[error("{what}: {found}, needed {needed}")]
+    Parts {
+        /// What does not fit.
+        what: &'static str,
+        /// Its size.
+        found: usize,
+        /// The size it must have.
+        needed: usize,
+    },
     /// A back end was asked for that this block does not have.
     #[error("back end {backend}: {reason}")]
     Backend {

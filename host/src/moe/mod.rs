@@ -17,7 +17,7 @@ pub mod layout;
 pub mod routing;
 
 pub use bank::ExpertBank;
-pub use block::{BOTH_THRESHOLD_ROWS, Backend, ForwardReport, MoeBlock};
+pub use block::{BOTH_THRESHOLD_ROWS, Backend, BlockParts, ForwardReport, MoeBlock};
 pub use error::MoeError;
 #[cfg(feature = "cuda")]
 pub use gpu::{ExpertsPlan, GpuExperts};

@@ -1,78 +1,96 @@
-//! Embeds the PTX modules.
+//! Embeds the GPU kernels: writes `ptx.rs`, a table of the PTX modules.
 //!
-//! By default the committed texts of `ptx/`, so that a build needs nothing but stable Rust.
-//! With `ASYM_GEMM_PTX=build` they are compiled from `kernels-gpu` through cuda_builder.
+//! The committed PTX (`ptx/`, made by `cargo xtask ptx`) is what is embedded, so
+//! that a stable compiler builds this crate with nothing else. With
+//! `ASYM_GEMM_PTX=build` the kernels are compiled from their source instead.
 
-use cuda_builder::{CudaBuilder, Manifest};
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::error::Error;
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
-/// Set to `build` to compile the kernels, to `committed` or nothing to take `ptx/`.
-const SWITCH: &str = "ASYM_GEMM_PTX";
+use cuda_builder::{CudaBuilder, Manifest, TOOLCHAIN_VARIABLE};
 
-fn main() -> ExitCode {
-    println!("cargo::rerun-if-env-changed={SWITCH}");
-    println!("cargo::rerun-if-changed=ptx");
+/// Where the PTX comes from: unset or `committed`, or `build`.
+const SOURCE_VARIABLE: &str = "ASYM_GEMM_PTX";
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-env-changed={SOURCE_VARIABLE}");
     if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
-        return ExitCode::SUCCESS;
+        return;
     }
-    match embed() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            println!("cargo::error={error}");
-            ExitCode::FAILURE
+    if let Err(error) = embed() {
+        // One directive is one line; cargo shows it as the crate's own error.
+        for line in error.to_string().lines() {
+            println!("cargo::error={line}");
         }
     }
 }
 
-fn embed() -> Result<(), String> {
-    let variable = |name: &str| std::env::var(name).map_err(|_| format!("cargo did not set {name}"));
-    let package = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
-    let out = PathBuf::from(variable("OUT_DIR")?);
-    let committed = package.join("ptx");
-    let manifest = Manifest::read(&committed).map_err(|error| error.to_string())?;
-    let folder = match std::env::var(SWITCH).as_deref() {
+fn embed() -> Result<(), Box<dyn Error>> {
+    let crate_dir = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?);
+    let out_dir = PathBuf::from(std::env::var("OUT_DIR")?);
+    let committed = crate_dir.join("ptx");
+    println!("cargo::rerun-if-changed={}", committed.display());
+    let manifest = Manifest::read(&committed)?;
+
+    let folder = match std::env::var(SOURCE_VARIABLE).as_deref() {
         Err(_) | Ok("" | "committed") => committed,
         Ok("build") => {
-            println!("cargo::rerun-if-changed=../kernels-gpu");
-            println!("cargo::rerun-if-changed=../formats");
-            let folder = out.join("ptx");
-            build(&manifest, &package.join("../kernels-gpu"), &folder)?;
-            folder
+            compile(&manifest, &crate_dir, &out_dir)?;
+            out_dir.clone()
         }
-        Ok(other) => return Err(format!("{SWITCH}={other}: expected build or committed")),
+        Ok(other) => {
+            return Err(
+                format!("{SOURCE_VARIABLE}={other}: expected `committed` or `build`").into(),
+            );
+        }
     };
-    let text = table(&manifest, &folder)?;
-    let path = out.join("ptx.rs");
-    std::fs::write(&path, text).map_err(|error| format!("{}: {error}", path.display()))
+    std::fs::write(out_dir.join("ptx.rs"), table(&manifest, &folder)?)?;
+    Ok(())
 }
 
-/// Compiles the modules that `manifest` names into `folder`.
-fn build(manifest: &Manifest, kernels: &Path, folder: &Path) -> Result<(), String> {
-    std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    let modules = manifest.modules.iter().map(|m| (m.family.clone(), m.target.clone()));
-    Manifest::build(&CudaBuilder::new(kernels), modules, folder)
-        .map(|_| ())
-        .map_err(|error| error.to_string())
+/// Compiles the modules that the manifest lists into `out_dir`.
+fn compile(manifest: &Manifest, crate_dir: &Path, out_dir: &Path) -> Result<(), Box<dyn Error>> {
+    let root = crate_dir.join("..");
+    println!("cargo::rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
+    for source in [
+        "kernels-gpu",
+        "formats",
+        "rust-cuda/cuda_std",
+        "rust-cuda/cuda_std_macros",
+    ] {
+        println!("cargo::rerun-if-changed={}", root.join(source).display());
+    }
+    let modules = manifest
+        .modules
+        .iter()
+        .map(|m| (m.family.clone(), m.target.clone()));
+    Manifest::build(
+        &CudaBuilder::new(root.join("kernels-gpu")),
+        modules,
+        out_dir,
+    )?;
+    Ok(())
 }
 
-/// Source of `EMBEDDED`: for each family its (target, PTX) pairs.
-fn table(manifest: &Manifest, folder: &Path) -> Result<String, String> {
+/// Rust source of `EMBEDDED`: for each kernel family its (target, text) pairs.
+fn table(manifest: &Manifest, folder: &Path) -> Result<String, Box<dyn Error>> {
     let mut families: BTreeMap<&str, Vec<(&str, PathBuf)>> = BTreeMap::new();
     for module in &manifest.modules {
         let path = folder.join(module.file_name());
         if !path.is_file() {
-            return Err(format!("{} is missing; run `cargo xtask ptx`", path.display()));
+            return Err(format!("{} is missing; run `cargo xtask ptx`", path.display()).into());
         }
-        families.entry(&module.family).or_default().push((&module.target, path));
+        let targets = families.entry(&module.family).or_default();
+        targets.push((&module.target, path));
     }
     let mut text = String::from("static EMBEDDED: &[(&str, &[(&str, &str)])] = &[\n");
-    for (family, modules) in families {
-        let _ = writeln!(text, "    ({family:?}, &[");
-        for (target, path) in modules {
-            let _ = writeln!(text, "        ({target:?}, include_str!({path:?})),");
+    for (family, targets) in families {
+        writeln!(text, "    ({family:?}, &[")?;
+        for (target, path) in targets {
+            writeln!(text, "        ({target:?}, include_str!({path:?})),")?;
         }
         text.push_str("    ]),\n");
     }

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::error::BuildError;
 use crate::ptx::{self, Report};
-use crate::toolchain::{DeviceToolchain, Library, belongs_to_parent};
+use crate::toolchain::{DeviceToolchain, Library};
 
 /// rustc's name of the GPU target.
 pub const TARGET: &str = "nvptx64-nvidia-cuda";
@@ -225,16 +225,9 @@ impl CudaBuilder {
         }
         rustflags.extend(ALL_CRATES.map(str::to_owned));
 
-        let mut command = Command::new(toolchain.cargo());
-        for (name, _) in std::env::vars_os().filter(|(name, _)| belongs_to_parent(name)) {
-            command.env_remove(name);
-        }
+        let mut command = toolchain.command();
         command
             .current_dir(crate_dir)
-            .env("RUSTC", toolchain.rustc())
-            .env("RUSTC_BOOTSTRAP", "1")
-            .env("RUSTC_WRAPPER", "")
-            .env("RUSTC_WORKSPACE_WRAPPER", "")
             .env("CARGO_ENCODED_RUSTFLAGS", rustflags.join("\u{1f}"))
             .env("CARGO_INCREMENTAL", "0");
         if let Some(home) = &self.cargo_home {

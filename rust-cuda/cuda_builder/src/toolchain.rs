@@ -116,6 +116,21 @@ impl DeviceToolchain {
         })
     }
 
+    /// This toolchain's cargo with unstable features unlocked, in an environment
+    /// without the flags, profile and target of a cargo that may be running us.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.cargo);
+        for (name, _) in std::env::vars_os().filter(|(name, _)| belongs_to_parent(name)) {
+            command.env_remove(name);
+        }
+        command
+            .env("RUSTC", &self.rustc)
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("RUSTC_WRAPPER", "")
+            .env("RUSTC_WORKSPACE_WRAPPER", "");
+        command
+    }
+
     /// The compiler.
     pub fn rustc(&self) -> &Path {
         &self.rustc
@@ -174,7 +189,7 @@ fn rustup_toolchains() -> Vec<PathBuf> {
 /// A build script inherits the outer build's compiler, flags, profile and
 /// target; any of them would change the PTX or break the build. What concerns
 /// the machine (homes, network, registries) stays.
-pub(crate) fn belongs_to_parent(name: &OsStr) -> bool {
+fn belongs_to_parent(name: &OsStr) -> bool {
     let Some(name) = name.to_str() else {
         return false;
     };

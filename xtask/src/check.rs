@@ -1,0 +1,129 @@
+//! `cargo xtask check`: everything that must pass.
+
+use std::time::{Duration, Instant};
+
+use cuda_builder::{DeviceToolchain, Library};
+
+use crate::TaskResult;
+use crate::workspace::{cargo, is_on, root, run as execute, target_dir};
+use crate::{downstream, ptx};
+
+/// Options of `cargo xtask check`.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Run only these steps.
+    #[arg(value_parser = clap::builder::PossibleValuesParser::new(STEPS.map(|step| step.0)))]
+    steps: Vec<String>,
+}
+
+/// A name and what to do.
+type Step = (&'static str, fn() -> TaskResult);
+
+/// In order of cost, cheap ones first.
+const STEPS: [Step; 8] = [
+    ("fmt", fmt),
+    ("clippy", clippy),
+    ("doc", doc),
+    ("test", test),
+    ("ptx", ptx::check),
+    ("downstream-cpu", downstream::cpu),
+    ("downstream-cuda", downstream::cuda),
+    ("aarch64", aarch64),
+];
+
+/// Runs all steps, also after a failure, and lists the results.
+pub(crate) fn run(options: &Options) -> TaskResult {
+    let chosen = |name: &str| options.steps.is_empty() || options.steps.iter().any(|s| s == name);
+    let mut results = Vec::new();
+    for (name, step) in STEPS.into_iter().filter(|(name, _)| chosen(name)) {
+        println!("== {name}");
+        let start = Instant::now();
+        let result = step();
+        if let Err(error) = &result {
+            println!("error: {error}");
+        }
+        println!("== {name}: {}", line(result.is_ok(), start.elapsed()));
+        results.push((name, result.is_ok(), start.elapsed()));
+    }
+    println!("\n== summary");
+    for (name, passed, time) in &results {
+        println!("{name:16} {}", line(*passed, *time));
+    }
+    let failed: Vec<&str> = results.iter().filter(|r| !r.1).map(|r| r.0).collect();
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("failed: {}", failed.join(", ")).into())
+    }
+}
+
+fn line(passed: bool, time: Duration) -> String {
+    format!(
+        "{} {:6.1} s",
+        if passed { "ok    " } else { "FAILED" },
+        time.as_secs_f64()
+    )
+}
+
+fn fmt() -> TaskResult {
+    execute(cargo().args(["fmt", "--all", "--check"]))
+}
+
+fn clippy() -> TaskResult {
+    execute(cargo().args([
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--",
+        "-D",
+        "warnings",
+    ]))
+}
+
+fn doc() -> TaskResult {
+    execute(
+        cargo()
+            .args(["doc", "--workspace", "--no-deps"])
+            .env("RUSTDOCFLAGS", "-D warnings"),
+    )
+}
+
+/// The README's command.
+fn test() -> TaskResult {
+    execute(cargo().args(["test", "--workspace", "--release"]))
+}
+
+/// Arm servers are where NVLink-C2C is. A stable rustup toolchain here need not
+/// have the target, so the device toolchain compiles std from its source.
+fn aarch64() -> TaskResult {
+    let toolchain = match DeviceToolchain::find() {
+        Ok(toolchain) if toolchain.library() == Library::Source => toolchain,
+        _ if is_on("REQUIRE_PTX") => return Err("no toolchain with the library source".into()),
+        _ => {
+            println!("skipped: no toolchain with the library source");
+            return Ok(());
+        }
+    };
+    execute(
+        toolchain
+            .command()
+            .current_dir(root())
+            .args([
+                "check",
+                "-Zbuild-std=std",
+                "--target",
+                "aarch64-unknown-linux-gnu",
+            ])
+            .args([
+                "-p",
+                "asym-gemm-formats",
+                "-p",
+                "asym-gemm-cpu",
+                "-p",
+                "asym-gemm-kernels-gpu",
+            ])
+            .args(["-p", "asym-gemm"])
+            .arg("--target-dir")
+            .arg(target_dir().join("aarch64")),
+    )
+}

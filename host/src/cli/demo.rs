@@ -138,7 +138,7 @@ fn run_format(
         ],
     };
     for (i, &(transfer, name)) in transfers.iter().enumerate() {
-        let mut block = load::block(layer, format, &backends, transfer)?;
+        let mut block = load::block(layer, format, &backends, transfer, None)?;
         for &backend in &backends {
             // The transfer matters to the GPU alone.
             if backend == Backend::Cpu && i > 0 || backend == Backend::Both && i > 0 {

@@ -165,3 +165,55 @@ fn size(folder: &Path) -> TaskResult<u64> {
 fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn artifact(package: &str, name: &str, kind: &str, test: bool) -> Artifact {
+        let line = serde_json::json!({
+            "reason": "compiler-artifact",
+            "executable": "/t/x",
+            "manifest_path": format!("/w/{package}/Cargo.toml"),
+            "target": { "name": name, "kind": [kind] },
+            "profile": { "test": test },
+        });
+        serde_json::from_value(line).unwrap()
+    }
+
+    #[test]
+    fn each_kind_of_program_has_its_place() {
+        let place = |a: Artifact, tests| place(&a, tests).map(|p| p.display().to_string());
+        let some = |s: &str| Some(s.to_owned());
+        assert_eq!(
+            place(artifact("host", "asym-gemm", "bin", false), false),
+            some("asym-gemm")
+        );
+        // The program is built again for the tests; once is enough.
+        assert_eq!(
+            place(artifact("host", "asym-gemm", "bin", false), true),
+            None
+        );
+        assert_eq!(
+            place(artifact("host", "asym_gemm", "lib", true), true),
+            some("deps/asym_gemm")
+        );
+        assert_eq!(
+            place(artifact("host", "asym-gemm", "bin", true), true),
+            some("deps/host-asym-gemm")
+        );
+        assert_eq!(
+            place(artifact("tests", "cli", "test", true), true),
+            some("deps/tests-cli")
+        );
+        assert_eq!(
+            place(artifact("benches", "ffn", "bench", true), true),
+            some("bench/ffn")
+        );
+        assert_eq!(
+            place(artifact("benches", "ffn", "bench", false), true),
+            some("bench/ffn")
+        );
+        assert_eq!(place(artifact("xtask", "xtask", "bin", true), true), None);
+    }
+}

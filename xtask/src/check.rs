@@ -127,3 +127,40 @@ fn aarch64() -> TaskResult {
             .arg(target_dir().join("aarch64")),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use crate::TaskResult;
+    use crate::workspace::{cargo, output, root};
+
+    /// docs/dependencies.md gives a reason for every dependency.
+    #[test]
+    fn dependencies_are_explained() -> TaskResult {
+        let text = output(cargo().args(["metadata", "--no-deps", "--format-version", "1"]))?;
+        let metadata: serde_json::Value = serde_json::from_str(&text)?;
+        let used: BTreeSet<String> = metadata["packages"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .flat_map(|package| package["dependencies"].as_array().into_iter().flatten())
+            .filter(|dependency| dependency["path"].is_null())
+            .filter_map(|dependency| dependency["name"].as_str().map(str::to_owned))
+            .collect();
+        let document = std::fs::read_to_string(root().join("docs/dependencies.md"))?;
+        let explained: BTreeSet<String> = document
+            .lines()
+            .filter(|line| line.starts_with("| `"))
+            .filter_map(|line| line.split('|').nth(1))
+            .flat_map(|cell| cell.split(','))
+            .map(|name| name.trim().trim_matches('`').to_owned())
+            .collect();
+        let missing: Vec<_> = used.difference(&explained).collect();
+        assert!(
+            missing.is_empty(),
+            "docs/dependencies.md does not explain {missing:?}"
+        );
+        Ok(())
+    }
+}

@@ -524,8 +524,9 @@ fn a_routing_without_slots() {
 
 #[test]
 fn parts_that_do_not_fit() {
+    type Change<'a> = &'a dyn Fn(&mut BlockParts);
     let model = Model::new(3, 3, (20, 10));
-    let make = |change: &dyn Fn(&mut BlockParts)| {
+    let make = |change: Change<'_>| {
         let mut parts = model.parts(WeightFormat::Bf16);
         change(&mut parts);
         MoeBlock::from_parts(parts, engines().remove(0))
@@ -537,7 +538,7 @@ fn parts_that_do_not_fit() {
         )
     };
     assert!(make(&|_| {}).is_ok());
-    let bad: [(&dyn Fn(&mut BlockParts), &str); 6] = [
+    let bad: [(Change<'_>, &str); 6] = [
         (
             &|p| p.router = Model::new(3, 3, (21, 10)).router(),
             "the router's width: 21, needed 20",

@@ -26,14 +26,16 @@ pub struct Engine {
 
 impl Engine {
     /// The best instruction set of this processor, or the one that the environment variable
-    /// `ASYM_GEMM_ISA` (`avx512` or `portable`) forces.
+    /// `ASYM_GEMM_ISA` (`avx512` or `portable`) forces; empty counts as unset.
     ///
     /// # Errors
     /// The variable names no instruction set, or one that this processor lacks.
     pub fn detect() -> Result<Self, CpuError> {
         match std::env::var_os(ISA_VARIABLE) {
-            Some(name) => Self::with_isa(Isa::parse(&name.to_string_lossy())?),
-            None => Ok(Self::with_features(Features::detect())),
+            Some(name) if !name.is_empty() => {
+                Self::with_isa(Isa::parse(&name.to_string_lossy())?)
+            }
+            _ => Ok(Self::with_features(Features::detect())),
         }
     }
 

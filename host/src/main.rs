@@ -8,5 +8,16 @@ mod cli;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    die_quietly_on_closed_pipes();
     cli::run()
+}
+
+/// `asym-gemm doctor | head` must end, not panic: Rust ignores SIGPIPE, and the print macros
+/// panic on the error that comes instead.
+fn die_quietly_on_closed_pipes() {
+    #[cfg(unix)]
+    // SAFETY: called before any thread starts; the default action needs no handler.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+    }
 }

@@ -313,6 +313,8 @@ fn doctor_reports() {
         );
         assert!(kernel["gpu"]["Err"].is_string(), "{kernel}");
     }
+    let unset = look.clone().variable(("ASYM_GEMM_ISA", "")).json(0);
+    assert_eq!(unset["cpu_isa"], report["cpu_isa"]);
     look.variable(("ASYM_GEMM_ISA", "bogus"))
         .refused(&["ASYM_GEMM_ISA", "`bogus`"]);
 }

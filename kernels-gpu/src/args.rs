@@ -77,10 +77,6 @@ pub mod gemm_flags {
     pub const D_BF16: u32 = 1;
     /// Rows of D can be stored in vectors (16 bytes of bf16, 8 of f32).
     pub const D_VECTOR: u32 = 2;
-    /// Accumulation continues from what D holds (f32 D): K arrives in pieces.
-    pub const CONTINUE: u32 = 4;
-    /// This is the last piece of K: column scales and bias are applied.
-    pub const FINISH: u32 = 8;
 }
 
 /// D = A · B^T for each group. Passed by value after the tensor maps of A and of a row-major B.
@@ -103,8 +99,6 @@ pub struct GemmArgs {
     pub bias: ColumnTable,
     /// Scales of one row of A.
     pub a_scale_stride: u32,
-    /// First K element of A (a multiple of the K of one step).
-    pub a_k0: u32,
     /// Number of groups.
     pub group_count: u32,
     /// Columns of D, rows of one weight.
@@ -121,6 +115,8 @@ pub struct GemmArgs {
     pub flags: u32,
     /// Weight index of the first matrix or map of B: a chunk's are numbered from 0.
     pub first_weight: u32,
+    /// Fills the struct to a multiple of 8 bytes.
+    pub reserved: u32,
 }
 
 /// Packs token rows for the first expert product: packed row r takes token
@@ -154,14 +150,19 @@ pub struct ActivateArgs {
     pub h: u64,
     /// f32 [rows, slices]; unused for bf16.
     pub scales: u64,
-    /// Number of slices, also blocks in x.
+    /// Number of slices.
     pub slices: u32,
+    /// Columns of h that the model has; those behind it, up to whole slices, become 0
+    /// (an infinite token times the bank's zero padding would be NaN).
+    pub intermediate: u32,
     /// 0: silu(gate) * up; 1: the clamped form.
     pub clamped: u32,
     /// Bound of the clamped form.
     pub limit: f32,
     /// Slope of the clamped form.
     pub alpha: f32,
+    /// Fills the struct to a multiple of 8 bytes.
+    pub reserved: u32,
 }
 
 /// out[t] = sum over slots of weight * y[row], then the shared expert's row.

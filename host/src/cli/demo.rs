@@ -161,7 +161,7 @@ fn run_format(
         ],
     };
     for (i, &(transfer, name)) in transfers.iter().enumerate() {
-        let mut block = load::block(layer, format, &backends, transfer)?;
+        let mut block = load::block(layer, format, &backends, transfer, None)?;
         for &backend in &backends {
             // The transfer matters to the GPU alone.
             if backend != Backend::Gpu && i > 0 {

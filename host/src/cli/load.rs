@@ -37,6 +37,7 @@ pub(super) fn block(
     format: WeightFormat,
     backends: &[Backend],
     transfer: TransferArgument,
+    ring_bytes: Option<usize>,
 ) -> Result<MoeBlock, Failure> {
     let cpu = Engine::detect()?;
     let experts = layer.spec.experts + usize::from(layer.spec.shared.is_some());
@@ -45,7 +46,7 @@ pub(super) fn block(
     let block = if backends.iter().all(|&backend| backend == Backend::Cpu) {
         MoeBlock::for_cpu(layer, format, cpu, packed)?
     } else {
-        with_gpu(layer, format, cpu, transfer, packed)?
+        with_gpu(layer, format, cpu, transfer, ring_bytes, packed)?
     };
     bar.finish_and_clear();
     Ok(block)
@@ -57,12 +58,12 @@ fn with_gpu(
     format: WeightFormat,
     cpu: Engine,
     transfer: TransferArgument,
+    ring_bytes: Option<usize>,
     packed: impl Fn() + Sync,
 ) -> Result<MoeBlock, Failure> {
-    use asym_gemm::transfer::DEFAULT_RING_BYTES;
     let gpu = asym_gemm::driver::Gpu::open(0)?;
     let transfer = transfer.into();
-    Ok(MoeBlock::for_cpu_and_gpu(layer, format, cpu, &gpu, transfer, DEFAULT_RING_BYTES, packed)?)
+    Ok(MoeBlock::for_cpu_and_gpu(layer, format, cpu, &gpu, transfer, ring_bytes, packed)?)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -71,6 +72,7 @@ fn with_gpu(
     _: WeightFormat,
     _: Engine,
     _: TransferArgument,
+    _: Option<usize>,
     _: impl Fn() + Sync,
 ) -> Result<MoeBlock, Failure> {
     Err("a GPU back end was asked for, but this program was built without the cuda feature".into())

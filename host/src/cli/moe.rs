@@ -35,6 +35,9 @@ pub(super) struct MoeArguments {
     /// How weights reach the GPU.
     #[arg(long, value_enum, default_value = "auto")]
     transfer: TransferArgument,
+    /// GPU memory for the ring of staged transfer (default: 256 MiB, or three experts).
+    #[arg(long, value_name = "MIB")]
+    ring_mib: Option<usize>,
 }
 
 /// What the command reports.
@@ -86,7 +89,8 @@ pub(super) fn run(
     if let Some(path) = &arguments.output {
         check_output(path)?;
     }
-    let mut block = load::block(&layer, format, &[backend], arguments.transfer)?;
+    let ring_bytes = arguments.ring_mib.map(|mib| mib.saturating_mul(1 << 20));
+    let mut block = load::block(&layer, format, &[backend], arguments.transfer, ring_bytes)?;
     let (out, forward) = block.forward(&x, backend)?;
     if let Some(path) = &arguments.output {
         write(

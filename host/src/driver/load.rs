@@ -16,7 +16,7 @@ const OLDEST_DRIVER: (u32, u32) = (12, 0);
 
 const CUDA_ERROR_NO_DEVICE: CuResult = 100;
 
-/// The loaded and initialised driver; [`load`] gives it.
+/// The loaded and initialised driver; [`load()`] gives it.
 pub struct Driver {
     pub(super) api: Api,
     version: (u32, u32),

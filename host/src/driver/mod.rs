@@ -6,7 +6,7 @@
 //! hand every call on to the same library: cust and this module can be used side by
 //! side on one device.
 //!
-//! - [`load`], [`probe`], [`device_count`]: the driver itself.
+//! - [`load()`], [`probe`], [`device_count`]: the driver itself.
 //! - [`Gpu`]: a device and its context; [`KernelModule`] and [`Kernel`]: embedded
 //!   kernels, compiled by the driver at first use and kept for the life of the `Gpu`.
 //! - [`Stream`], [`Event`], [`Graph`]: order and time.

@@ -157,7 +157,7 @@ impl GroupedGemm {
         let b = problem.b;
         // Cut at the width of the widest tile, so that no tile is computed in two parts.
         const GRANULE: usize = 256;
-        let slot_bytes = self.ring_bytes / RING_SLOTS;
+        let slot_bytes = Ring::slot_bytes_of(self.ring_bytes, RING_SLOTS);
         let list = chunks(
             &problem.used_weights(),
             b.n,
@@ -323,8 +323,7 @@ impl<'a> Problem<'a> {
         let vector = d.address() % vector_bytes as u64 == 0
             && (d.stride() * d_bytes) % vector_bytes == 0
             && (b.n * d_bytes) % vector_bytes == 0;
-        let mut flags = gemm_flags::FINISH;
-        flags |= if vector { gemm_flags::D_VECTOR } else { 0 };
+        let mut flags = if vector { gemm_flags::D_VECTOR } else { 0 };
         flags |= if d_bytes == 2 { gemm_flags::D_BF16 } else { 0 };
         let b_scales = b.scales.map_or(ColumnTable::NONE, |scales| ColumnTable {
             base: scales.address(),
@@ -347,7 +346,6 @@ impl<'a> Problem<'a> {
                 b_scales,
                 bias: ColumnTable::NONE,
                 a_scale_stride,
-                a_k0: 0,
                 group_count: 0,
                 n: 0,
                 k_steps: (b.k as u32).div_ceil(operands.step_k()),
@@ -356,6 +354,7 @@ impl<'a> Problem<'a> {
                 units_per_slice: 1,
                 flags,
                 first_weight: 0,
+                reserved: 0,
             },
             d_element_bytes: d_bytes,
         }))

@@ -204,7 +204,8 @@ impl MoeBlock {
         })
     }
 
-    /// Adds a GPU; all banks must be pinned.
+    /// Adds a GPU; all banks must be pinned. `ring_bytes` bounds the HBM of staged transfer
+    /// for each bank ([`ring_bytes_for`](crate::transfer::ring_bytes_for) its experts if `None`).
     ///
     /// # Errors
     /// If a bank is not pinned, the ring is too small, memory is short or the GPU lacks the
@@ -214,7 +215,7 @@ impl MoeBlock {
         &mut self,
         gpu: &Gpu,
         transfer: Transfer,
-        ring_bytes: usize,
+        ring_bytes: Option<usize>,
     ) -> Result<(), MoeError> {
         let shared = self.shared.as_ref().map(|shared| shared.bank.clone());
         self.gpu = Some(GpuBlock::new(gpu, self.experts.clone(), shared, transfer, ring_bytes)?);
@@ -241,7 +242,7 @@ impl MoeBlock {
     }
 
     /// A checkpoint's layer for CPU and GPU, whose weights lie in pinned host memory that
-    /// both read.
+    /// both read; see [`Self::attach_gpu`].
     ///
     /// # Errors
     /// As [`Self::for_cpu`]; also if memory cannot be pinned or the GPU lacks the kernels.
@@ -252,7 +253,7 @@ impl MoeBlock {
         cpu: Engine,
         gpu: &Gpu,
         transfer: Transfer,
-        ring_bytes: usize,
+        ring_bytes: Option<usize>,
         packed: impl Fn() + Sync,
     ) -> Result<Self, MoeError> {
         let (routed, shared) = geometries(layer, format);

@@ -13,7 +13,7 @@ use super::layout::{GroupRange, Packed};
 use super::{ExpertBank, MoeError};
 use crate::driver::{DeviceBuffer, DriverError, Gpu, Kernel, Stream, TensorMap};
 use crate::gemm::{Launcher, choose_tile, map_a, map_expert, tiles};
-use crate::transfer::{CHUNK_BYTES, RING_SLOTS, Ring, Transfer, chunks};
+use crate::transfer::{CHUNK_BYTES, RING_SLOTS, Ring, Transfer, chunks, ring_bytes_for};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, GATE_UP_PANELS, PANEL_ROWS, SLICE};
@@ -125,7 +125,8 @@ pub struct ExpertsPlan {
 impl GpuExperts {
     /// Prepares the bank's experts for `gpu`; `Auto` means staged.
     ///
-    /// `ring_bytes` bounds the HBM that staged transfer takes.
+    /// `ring_bytes` bounds the HBM that staged transfer takes; by default it is
+    /// [`ring_bytes_for`] an expert.
     ///
     /// # Errors
     /// If the bank is not pinned, the ring is too small for an expert, memory is short, or
@@ -134,9 +135,10 @@ impl GpuExperts {
         gpu: &Gpu,
         bank: Arc<ExpertBank>,
         transfer: Transfer,
-        ring_bytes: usize,
+        ring_bytes: Option<usize>,
     ) -> Result<Self, MoeError> {
         let geometry = bank.geometry();
+        let ring_bytes = ring_bytes.unwrap_or_else(|| ring_bytes_for(geometry.expert_bytes()));
         let Some(host) = bank.device_address() else {
             return Err(MoeError::Backend {
                 backend: "gpu",
@@ -394,9 +396,11 @@ impl GpuExperts {
             h: call.h + first * (slices * SLICE * geometry.format.element_bytes()) as u64,
             scales: call.h_scales + first * (slices * 4) as u64,
             slices: slices as u32,
+            intermediate: geometry.intermediate as u32,
             clamped,
             limit,
             alpha,
+            reserved: 0,
         };
         // SAFETY: the caller's contract; every address is inside scratch, cells or y.
         unsafe {
@@ -474,15 +478,15 @@ fn gate_up_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs
             false => ColumnTable::NONE,
         },
         a_scale_stride: blocks as u32,
-        a_k0: 0,
         group_count: 0,
         n: n as u32,
         k_steps: geometry.hidden_units() as u32,
         b_layout: weight_layout::PANELS,
         panels_per_slice: GATE_UP_PANELS as u32,
         units_per_slice: geometry.hidden_units() as u32,
-        flags: gemm_flags::FINISH | gemm_flags::D_VECTOR,
+        flags: gemm_flags::D_VECTOR,
         first_weight: 0,
+        reserved: 0,
     }
 }
 
@@ -514,15 +518,15 @@ fn down_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs {
             false => ColumnTable::NONE,
         },
         a_scale_stride: geometry.slices() as u32,
-        a_k0: 0,
         group_count: 0,
         n: geometry.hidden as u32,
         k_steps: (geometry.slices() * geometry.down_units()) as u32,
         b_layout: weight_layout::PANELS,
         panels_per_slice: geometry.down_panels() as u32,
         units_per_slice: geometry.down_units() as u32,
-        flags: gemm_flags::FINISH | if vector { gemm_flags::D_VECTOR } else { 0 },
+        flags: if vector { gemm_flags::D_VECTOR } else { 0 },
         first_weight: 0,
+        reserved: 0,
     }
 }
 

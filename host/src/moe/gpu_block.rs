@@ -42,7 +42,7 @@ impl GpuBlock {
         experts: Arc<ExpertBank>,
         shared: Option<Arc<ExpertBank>>,
         transfer: Transfer,
-        ring_bytes: usize,
+        ring_bytes: Option<usize>,
     ) -> Result<Self, MoeError> {
         Ok(Self {
             gpu: gpu.clone(),

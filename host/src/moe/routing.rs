@@ -107,6 +107,9 @@ pub enum RoutingError {
         /// Which one.
         name: &'static str,
     },
+    /// The logits could not be computed.
+    #[error(transparent)]
+    Logits(#[from] asym_gemm_cpu::CpuError),
 }
 
 /// A linear layer over the hidden states and a [`Scoring`].
@@ -234,19 +237,13 @@ impl Router {
     pub fn logits(&self, x: &[f32]) -> Result<Vec<f32>, RoutingError> {
         let tokens = rows("hidden states", x, self.hidden)?;
         let mut logits = vec![0.0; tokens * self.experts];
-        logits
-            .par_chunks_mut(TOKEN_BLOCK * self.experts)
-            .zip(x.par_chunks(TOKEN_BLOCK * self.hidden))
-            .for_each(|(logits, x)| {
-                // Experts outside, tokens inside: a weight row is read once for the block.
-                for (expert, weight) in self.weight.chunks_exact(self.hidden).enumerate() {
-                    let bias = self.bias.as_ref().map_or(0.0, |bias| bias[expert]);
-                    let column = logits[expert..].iter_mut().step_by(self.experts);
-                    for (logit, x) in column.zip(x.chunks_exact(self.hidden)) {
-                        *logit = dot(x, weight) + bias;
-                    }
-                }
-            });
+        let router = asym_gemm_cpu::Router {
+            x,
+            w: &self.weight,
+            bias: self.bias.as_deref(),
+            hidden: self.hidden,
+        };
+        asym_gemm_cpu::router_logits(router, &mut logits)?;
         Ok(logits)
     }
 
@@ -356,38 +353,6 @@ impl Router {
             }
         }
     }
-}
-
-/// Tokens whose logits are computed together.
-const TOKEN_BLOCK: usize = 8;
-
-/// Partial sums of [`dot`]: two AVX-512 or eight SSE registers.
-const LANES: usize = 32;
-
-/// Dot product in f32: element i goes to partial sum i % [`LANES`], in order, each product
-/// rounded before it is added; the partial sums are added in halves.
-///
-/// The order is fixed and no operation is fused, so every vector width gives these bits.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0f32; LANES];
-    let (a_blocks, a_tail) = a.as_chunks::<LANES>();
-    let (b_blocks, b_tail) = b.as_chunks::<LANES>();
-    for (a, b) in a_blocks.iter().zip(b_blocks) {
-        for lane in 0..LANES {
-            sums[lane] += a[lane] * b[lane];
-        }
-    }
-    for (sum, (a, b)) in sums.iter_mut().zip(a_tail.iter().zip(b_tail)) {
-        *sum += a * b;
-    }
-    let mut width = LANES;
-    while width > 1 {
-        width /= 2;
-        for lane in 0..width {
-            sums[lane] += sums[lane + width];
-        }
-    }
-    sums[0]
 }
 
 /// Per-thread buffers of [`Router::select`].

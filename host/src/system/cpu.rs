@@ -145,7 +145,7 @@ fn model() -> String {
         return model_from_proc();
     }
     let bytes: Vec<u8> = (BRAND..=BRAND + 2)
-        .map(|leaf| __cpuid(leaf))
+        .map(__cpuid)
         .flat_map(|r| [r.eax, r.ebx, r.ecx, r.edx])
         .flat_map(u32::to_le_bytes)
         .take_while(|&byte| byte != 0)

@@ -42,6 +42,12 @@ impl std::fmt::Display for Transfer {
 
 /// Bytes of HBM that a ring takes unless told otherwise.
 pub const DEFAULT_RING_BYTES: usize = 256 << 20;
+/// Bytes of a ring for experts of `expert_bytes`: [`DEFAULT_RING_BYTES`], or what three of
+/// them need.
+pub fn ring_bytes_for(expert_bytes: usize) -> usize {
+    DEFAULT_RING_BYTES.max(RING_SLOTS * expert_bytes)
+}
+
 /// Slots of a ring: one being filled, one being used, one in reserve so that neither waits.
 pub const RING_SLOTS: usize = 3;
 /// A copy shorter than this does not reach the link's rate (measured: 4 MiB 53 of 55 GB/s).

@@ -6,6 +6,9 @@
 
 use crate::driver::{DeviceBuffer, DriverError, Event, Gpu, Stream};
 
+/// Slots start at multiples of this.
+const SLOT_ALIGN: usize = 256;
+
 /// Slots in HBM and the stream that fills them.
 #[derive(Debug)]
 pub struct Ring {
@@ -18,11 +21,22 @@ pub struct Ring {
 }
 
 impl Ring {
+    /// Bytes of each of `slots` slots in `ring_bytes`: tensor maps want aligned addresses.
+    pub fn slot_bytes_of(ring_bytes: usize, slots: usize) -> usize {
+        ring_bytes / slots / SLOT_ALIGN * SLOT_ALIGN
+    }
+
     /// A ring of `slots` slots of `slot_bytes` each.
     ///
     /// # Errors
-    /// If the device has no room for it.
+    /// If `slot_bytes` is not a multiple of 256 or the device has no room.
     pub fn new(gpu: &Gpu, slots: usize, slot_bytes: usize) -> Result<Self, DriverError> {
+        if slot_bytes % SLOT_ALIGN != 0 {
+            return Err(DriverError::InvalidArgument {
+                call: "Ring::new",
+                reason: format!("slots of {slot_bytes} bytes are not a multiple of {SLOT_ALIGN}"),
+            });
+        }
         let events = || (0..slots).map(|_| Event::untimed(gpu)).collect::<Result<Vec<_>, _>>();
         Ok(Self {
             buffer: DeviceBuffer::alloc(gpu, slots * slot_bytes)?,

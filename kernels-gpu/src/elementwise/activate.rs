@@ -17,6 +17,9 @@ unsafe fn hidden(args: &ActivateArgs) -> f32 {
     let row = thread::block_idx_x() as u64;
     let slice = thread::block_idx_y();
     let i = thread::thread_idx_x();
+    if slice * ROW_THREADS + i >= args.intermediate {
+        return 0.0;
+    }
     // 16 gate columns, then their 16 up columns.
     let column = slice * 2 * ROW_THREADS + i / 16 * 32 + i % 16;
     let base = args.gate_up + (row * (args.slices * 2 * ROW_THREADS) as u64 + column as u64) * 4;

@@ -3,7 +3,7 @@
 use super::entries::{DeviceGroups, Ring};
 use super::epilogue::Fragment;
 use super::scaling::Scaling;
-use crate::args::{GemmArgs, gemm_flags};
+use crate::args::GemmArgs;
 use crate::ptx::wgmma::{self, Accumulator};
 use crate::ptx::{global, mbarrier};
 use crate::schedule::TileWalker;
@@ -35,9 +35,6 @@ pub(super) unsafe fn run<S: Scaling>(
         // barrier and their release.
         unsafe {
             let mut sums: Accumulator = core::mem::zeroed();
-            if args.flags & gemm_flags::CONTINUE != 0 {
-                fragment.load(args, &mut sums);
-            }
             if S::PER_STEP {
                 scaled_sum::<S>(tile, thread, args, &fragment, a0, b0, &mut ring, &mut sums);
             } else {
@@ -64,7 +61,6 @@ unsafe fn plain_sum<S: Scaling>(
     ring: &mut Ring,
     sums: &mut Accumulator,
 ) {
-    let continues = args.flags & gemm_flags::CONTINUE;
     let mut step = 0;
     let mut previous = 0;
     // SAFETY: the caller's contract; each stage is read after its full barrier.
@@ -73,7 +69,7 @@ unsafe fn plain_sum<S: Scaling>(
             mbarrier::wait(ring.full(), ring.phase);
             let offset = (ring.slot * (tile.stage_bytes() >> 4)) as u64;
             wgmma::fence();
-            S::step(sums, a0 + offset, b0 + offset, step | continues);
+            S::step(sums, a0 + offset, b0 + offset, step);
             wgmma::commit();
             wgmma::wait_all_but_one();
             if step > 0 {
@@ -111,7 +107,7 @@ unsafe fn scaled_sum<S: Scaling>(
     unsafe {
         let mut product: Accumulator = core::mem::zeroed();
         while step < args.k_steps {
-            let a_scale = fragment.a_scales(args, args.a_k0 / S_STEP_K + step);
+            let a_scale = fragment.a_scales(args, step);
             let column_block = step as u64 * args.b_scales.block_stride;
             mbarrier::wait(ring.full(), ring.phase);
             let offset = (ring.slot * (tile.stage_bytes() >> 4)) as u64;
@@ -137,9 +133,6 @@ unsafe fn scaled_sum<S: Scaling>(
         }
     }
 }
-
-/// K elements of a step of the scaled kernels, all int8.
-const S_STEP_K: u32 = 128;
 
 /// Gives a stage back to the producer: one arrival a warp.
 ///

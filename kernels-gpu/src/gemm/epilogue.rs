@@ -93,30 +93,12 @@ impl Fragment {
         (exists, args.d + (row as u64 * args.d_stride + column as u64) * 4)
     }
 
-    /// Starts from what D holds (f32).
-    ///
-    /// # Safety
-    /// D must hold f32 sums of an earlier piece of K.
-    #[inline(always)]
-    pub(super) unsafe fn load(&self, args: &GemmArgs, sums: &mut Accumulator) {
-        for j in 0..16 {
-            for i in 0..4 {
-                let (exists, address) = self.d_element(args, j, i);
-                // SAFETY: an element that exists is inside D.
-                sums[4 * j + i] = unsafe { global::load_f32_if(exists, address) };
-            }
-        }
-    }
-
     /// Applies what enters at the end of K: scales of rows and columns, bias.
     ///
     /// # Safety
     /// The tables of `args` must cover the group's rows and all N columns.
     #[inline(always)]
     pub(super) unsafe fn finish<S: Scaling>(&self, args: &GemmArgs, sums: &mut Accumulator) {
-        if args.flags & gemm_flags::FINISH == 0 {
-            return;
-        }
         // SAFETY: the caller's promise covers all addresses.
         unsafe {
             if S::COLUMNS_AT_END {

@@ -16,8 +16,8 @@
 //! any count are right, whatever the padding holds.
 //!
 //! B comes row-major or from a bank's panels, from HBM or from pinned host memory: only
-//! its tensor maps differ. The order of K is the same for every tile shape and for a K
-//! that arrives in pieces, so results do not depend on the transfer.
+//! its tensor maps differ. The order of K is the same for every tile shape, so results depend
+//! neither on the transfer nor on the number of rows.
 
 use crate::tile::Tile;
 

@@ -32,7 +32,7 @@ pub(super) unsafe fn run(
                 let full = ring.full();
                 mbarrier::arrive_expect_bytes(full, tile.stage_bytes());
                 let stage = ring.stage_address(tile);
-                load_a(tile, stage, maps.a, args.a_k0 + step * step_k, coord.row, full);
+                load_a(tile, stage, maps.a, step * step_k, coord.row, full);
                 let b = stage + tile.a_bytes();
                 load_b(tile, b, maps.b, args, &coord, step, step_k, full);
                 ring.advance(tile);

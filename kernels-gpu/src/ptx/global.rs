@@ -47,22 +47,6 @@ pub(crate) unsafe fn load_read_only_v4(address: u64) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Loads an f32 if `condition`; 0 otherwise. Predicated, so that many in a row stay straight code.
-///
-/// # Safety
-/// See the module's contract; without the condition the address is not used.
-#[inline(always)]
-pub(crate) unsafe fn load_f32_if(condition: bool, address: u64) -> f32 {
-    let value: f32;
-    // SAFETY: the caller keeps the module's contract.
-    unsafe {
-        asm!("{{", ".reg .pred p;", "setp.ne.b32 p, {1}, 0;", "mov.b32 {0}, 0;",
-             "@p ld.global.f32 {0}, [{2}];", "}}",
-             out(reg32) value, in(reg32) condition as u32, in(reg64) address, options(nostack));
-    }
-    value
-}
-
 /// Stores a word.
 ///
 /// # Safety

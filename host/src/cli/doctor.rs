@@ -4,6 +4,7 @@ use super::{Failure, Outcome, load};
 use asym_gemm::cpu::{Engine, ISA_VARIABLE, Isa};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::system::{AmxPermission, System, amx_permission, dram_read_rate};
+use std::fmt::{self, Write};
 
 /// Buffer of the rates: larger than the caches of today's CPUs.
 const RATE_BYTES: usize = 512 << 20;
@@ -60,7 +61,11 @@ struct DeviceReport {
     problem: Option<String>,
 }
 
-pub(super) fn run(arguments: &DoctorArguments, json: bool) -> Result<Outcome, Failure> {
+pub(super) fn run(
+    arguments: &DoctorArguments,
+    json: bool,
+    text: &mut String,
+) -> Result<Outcome, Failure> {
     let system = System::read();
     let engine = Engine::detect()?;
     let forced = std::env::var(ISA_VARIABLE).is_ok_and(|value| !value.is_empty());
@@ -69,7 +74,9 @@ pub(super) fn run(arguments: &DoctorArguments, json: bool) -> Result<Outcome, Fa
     let gpu = gpu_report(measure);
     let report = Report {
         amx: amx_permission(),
-        dram_read_gb_per_second: measure.then(|| dram_read_rate(threads, RATE_BYTES)).flatten(),
+        dram_read_gb_per_second: measure
+            .then(|| dram_read_rate(threads, RATE_BYTES))
+            .flatten(),
         cpu_isa: engine.isa().to_string(),
         cpu_isa_reason: isa_reason(&engine, forced),
         kernels: kernels(&engine, gpu.unusable.as_deref()),
@@ -77,9 +84,9 @@ pub(super) fn run(arguments: &DoctorArguments, json: bool) -> Result<Outcome, Fa
         system,
     };
     if json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        writeln!(text, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        print(&report, threads);
+        print(text, &report, threads)?;
     }
     Ok(Outcome::Passed)
 }
@@ -90,13 +97,19 @@ fn isa_reason(engine: &Engine, forced: bool) -> String {
     }
     match engine.isa() {
         Isa::Portable => "the CPU or the system lacks AVX-512 with VNNI and BF16".into(),
-        isa => format!("best of what CPU and system grant: {}", names(&Engine::available(), isa)),
+        isa => format!(
+            "best of what CPU and system grant: {}",
+            names(&Engine::available(), isa)
+        ),
     }
 }
 
 fn names(available: &[Isa], chosen: Isa) -> String {
-    let others: Vec<String> =
-        available.iter().filter(|&&isa| isa != chosen).map(ToString::to_string).collect();
+    let others: Vec<String> = available
+        .iter()
+        .filter(|&&isa| isa != chosen)
+        .map(ToString::to_string)
+        .collect();
     format!("{chosen}, also there {}", others.join(", "))
 }
 
@@ -120,7 +133,10 @@ fn gpu_report(measure: bool) -> GpuReport {
 
 #[cfg(not(feature = "cuda"))]
 fn gpu_report(_: bool) -> GpuReport {
-    GpuReport { unusable: load::gpu_reason(), ..GpuReport::default() }
+    GpuReport {
+        unusable: load::gpu_reason(),
+        ..GpuReport::default()
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -168,17 +184,21 @@ fn device_report(ordinal: usize, measure: bool) -> DeviceReport {
 
 /// Kernels for each format: the tile follows from the rows of the largest expert.
 fn kernels(engine: &Engine, unusable: Option<&str>) -> Vec<KernelChoice> {
-    [WeightFormat::Bf16, WeightFormat::Int8PerRow, WeightFormat::Int8Block128]
-        .into_iter()
-        .map(|format| KernelChoice {
-            format: format.name(),
-            cpu: engine.kernel_name(format),
-            gpu: match unusable {
-                Some(reason) => Err(reason.to_owned()),
-                None => Ok(gpu_kernels(format)),
-            },
-        })
-        .collect()
+    [
+        WeightFormat::Bf16,
+        WeightFormat::Int8PerRow,
+        WeightFormat::Int8Block128,
+    ]
+    .into_iter()
+    .map(|format| KernelChoice {
+        format: format.name(),
+        cpu: engine.kernel_name(format),
+        gpu: match unusable {
+            Some(reason) => Err(reason.to_owned()),
+            None => Ok(gpu_kernels(format)),
+        },
+    })
+    .collect()
 }
 
 #[cfg(feature = "cuda")]
@@ -191,7 +211,10 @@ fn gpu_kernels(format: WeightFormat) -> Vec<&'static str> {
         WeightFormat::Int8Block128 => &[Operands::Int8Blocks],
     };
     let tiles = [M64N256, M128N128];
-    operands.iter().flat_map(|&o| tiles.into_iter().filter_map(move |t| kernel_name(o, t))).collect()
+    operands
+        .iter()
+        .flat_map(|&o| tiles.into_iter().filter_map(move |t| kernel_name(o, t)))
+        .collect()
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -208,50 +231,74 @@ fn limit(bytes: Option<u64>) -> String {
 }
 
 fn rate(gb_per_second: Option<f64>) -> String {
-    gb_per_second.map_or_else(|| "not measured".to_owned(), |rate| format!("{rate:.1} GB/s"))
+    gb_per_second.map_or_else(
+        || "not measured".to_owned(),
+        |rate| format!("{rate:.1} GB/s"),
+    )
 }
 
-fn print(report: &Report, threads: usize) {
+fn print(text: &mut String, report: &Report, threads: usize) -> fmt::Result {
     let s = &report.system;
-    println!("CPU       {} ({})", s.cpu.model, s.cpu.architecture);
-    println!("features  {}", s.cpu.features.join(" "));
+    writeln!(text, "CPU       {} ({})", s.cpu.model, s.cpu.architecture)?;
+    writeln!(text, "features  {}", s.cpu.features.join(" "))?;
     if !s.cpu.disabled_by_os.is_empty() {
-        println!("          not granted by the system: {}", s.cpu.disabled_by_os.join(" "));
+        writeln!(
+            text,
+            "          not granted by the system: {}",
+            s.cpu.disabled_by_os.join(" ")
+        )?;
     }
-    println!(
+    writeln!(
+        text,
         "AMX       {}",
         match (report.amx.supported, report.amx.granted) {
             (false, _) => "not there",
             (true, false) => "there, permission not yet asked for",
             (true, true) => "there, permission granted",
         }
-    );
-    println!("ISA used  {} ({})", report.cpu_isa, report.cpu_isa_reason);
-    println!(
+    )?;
+    writeln!(
+        text,
+        "ISA used  {} ({})",
+        report.cpu_isa, report.cpu_isa_reason
+    )?;
+    writeln!(
+        text,
         "threads   {threads} (affinity {}, quota {}, physical cores {})",
         s.threads.affinity.len(),
-        s.threads.quota.map_or_else(|| "none".to_owned(), |q| format!("{q:.2}")),
-        s.threads.physical_cores.map_or_else(|| "unknown".to_owned(), |n| n.to_string()),
-    );
-    println!(
+        s.threads
+            .quota
+            .map_or_else(|| "none".to_owned(), |q| format!("{q:.2}")),
+        s.threads
+            .physical_cores
+            .map_or_else(|| "unknown".to_owned(), |n| n.to_string()),
+    )?;
+    writeln!(
+        text,
         "memory    {} of {} available, {} NUMA node(s), DRAM read {}",
-        s.memory.usable_bytes().map_or_else(|| "unknown".to_owned(), gib),
-        s.memory.total_bytes.map_or_else(|| "unknown".to_owned(), gib),
+        s.memory
+            .usable_bytes()
+            .map_or_else(|| "unknown".to_owned(), gib),
+        s.memory
+            .total_bytes
+            .map_or_else(|| "unknown".to_owned(), gib),
         s.numa.count().max(1),
         rate(report.dram_read_gb_per_second)
-    );
-    println!(
+    )?;
+    writeln!(
+        text,
         "lock      soft {}, hard {}",
         limit(s.lock_limit.soft_bytes),
         limit(s.lock_limit.hard_bytes)
-    );
+    )?;
     match (&report.gpu.driver_missing, report.gpu.driver_version) {
-        (Some(reason), _) => println!("driver    {reason}"),
-        (None, Some((major, minor))) => println!("driver    CUDA {major}.{minor}"),
-        (None, None) => println!("driver    there, version unknown"),
+        (Some(reason), _) => writeln!(text, "driver    {reason}")?,
+        (None, Some((major, minor))) => writeln!(text, "driver    CUDA {major}.{minor}")?,
+        (None, None) => writeln!(text, "driver    there, version unknown")?,
     }
     for d in &report.gpu.devices {
-        println!(
+        writeln!(
+            text,
             "GPU {}     {}, sm_{}{}, {} SMs, {}",
             d.ordinal,
             d.name,
@@ -259,23 +306,25 @@ fn print(report: &Report, threads: usize) {
             d.compute_capability.1,
             d.multiprocessors,
             gib(d.memory_bytes as u64)
-        );
-        println!(
+        )?;
+        writeln!(
+            text,
             "          link: copy engine {}, SM reads {}; HBM reads {}",
             rate(d.copy_engine_gb_per_second),
             rate(d.sm_read_gb_per_second),
             rate(d.hbm_read_gb_per_second)
-        );
+        )?;
         if let Some(problem) = &d.problem {
-            println!("          {problem}");
+            writeln!(text, "          {problem}")?;
         }
     }
-    println!("kernels");
+    writeln!(text, "kernels")?;
     for choice in &report.kernels {
-        println!("  {:14} CPU {}", choice.format, choice.cpu);
+        writeln!(text, "  {:14} CPU {}", choice.format, choice.cpu)?;
         match &choice.gpu {
-            Ok(names) => println!("  {:14} GPU {}", "", names.join(", ")),
-            Err(reason) => println!("  {:14} GPU none: {reason}", ""),
+            Ok(names) => writeln!(text, "  {:14} GPU {}", "", names.join(", "))?,
+            Err(reason) => writeln!(text, "  {:14} GPU none: {reason}", "")?,
         }
     }
+    Ok(())
 }

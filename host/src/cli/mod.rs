@@ -11,7 +11,7 @@ use asym_gemm::formats::WeightFormat;
 use asym_gemm::moe::Backend;
 use asym_gemm::system::Threads;
 use clap::{Parser, Subcommand, ValueEnum};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 /// Mixture-of-Experts layers whose weights stay in host memory, on CPU and GPU.
@@ -121,12 +121,7 @@ fn present_backends() -> Vec<Backend> {
 pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     set_up_logging();
-    let result = set_up_threads(arguments.threads).and_then(|()| match &arguments.command {
-        Command::Demo(a) => demo::run(a, arguments.json),
-        Command::Moe(a) => moe::run(a, arguments.json),
-        Command::Doctor(a) => doctor::run(a, arguments.json),
-    });
-    match result {
+    match execute(&arguments) {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(1),
         Err(error) => {
@@ -134,6 +129,22 @@ pub(crate) fn run() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Runs the command; what it has to say goes out at its end.
+fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
+    set_up_threads(arguments.threads)?;
+    let mut text = String::new();
+    let outcome = match &arguments.command {
+        Command::Demo(a) => demo::run(a, arguments.json, &mut text),
+        Command::Moe(a) => moe::run(a, arguments.json, &mut text),
+        Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
+    }?;
+    // Not `print!`, which panics where nobody reads or the disk is full.
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| format!("standard output: {error}"))?;
+    Ok(outcome)
 }
 
 /// Prints an error with its causes, each once.
@@ -148,10 +159,15 @@ fn report_error(error: &(dyn std::error::Error + 'static), json: bool) {
         next = error.source();
     }
     let message = parts.join(": ");
+    // Where neither can be written, the exit status is what is left.
     if json {
-        println!("{}", serde_json::json!({ "error": message }));
+        let _ = writeln!(
+            std::io::stdout(),
+            "{}",
+            serde_json::json!({ "error": message })
+        );
     }
-    eprintln!("error: {message}");
+    let _ = writeln!(std::io::stderr(), "error: {message}");
 }
 
 /// Warnings and the like go to standard error; RUST_LOG chooses.
@@ -175,6 +191,8 @@ fn set_up_threads(threads: Option<std::num::NonZeroUsize>) -> Result<(), Failure
         None if std::env::var_os("RAYON_NUM_THREADS").is_some() => 0,
         None => Threads::read().default_count(),
     };
-    rayon::ThreadPoolBuilder::new().num_threads(count).build_global()?;
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(count)
+        .build_global()?;
     Ok(())
 }

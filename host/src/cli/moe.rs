@@ -6,7 +6,8 @@ use super::{BackendArgument, Failure, FormatArgument, Outcome, TransferArgument,
 use asym_gemm::checkpoint::{Checkpoint, TensorData, TensorSpec, write};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::moe::{Backend, ForwardReport};
-use std::path::PathBuf;
+use std::fmt::{self, Write};
+use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct MoeArguments {
@@ -52,7 +53,11 @@ struct Report {
     output: Option<PathBuf>,
 }
 
-pub(super) fn run(arguments: &MoeArguments, json: bool) -> Result<Outcome, Failure> {
+pub(super) fn run(
+    arguments: &MoeArguments,
+    json: bool,
+    text: &mut String,
+) -> Result<Outcome, Failure> {
     let format: WeightFormat = arguments.format.into();
     let backend = match arguments.backend {
         BackendArgument::Cpu => Backend::Cpu,
@@ -81,12 +86,17 @@ pub(super) fn run(arguments: &MoeArguments, json: bool) -> Result<Outcome, Failu
             Some(expected)
         }
     };
+    if let Some(path) = &arguments.output {
+        check_output(path)?;
+    }
     let ring_bytes = arguments.ring_mib.map(|mib| mib.saturating_mul(1 << 20));
-    let mut block =
-        load::block(&layer, format, &[backend], arguments.transfer, ring_bytes)?;
+    let mut block = load::block(&layer, format, &[backend], arguments.transfer, ring_bytes)?;
     let (out, forward) = block.forward(&x, backend)?;
     if let Some(path) = &arguments.output {
-        write(path, &[TensorData::f32("output", &[x.len() / hidden, hidden], &out)])?;
+        write(
+            path,
+            &[TensorData::f32("output", &[x.len() / hidden, hidden], &out)],
+        )?;
     }
     let report = Report {
         model_type: layer.spec.model_type.to_string(),
@@ -98,14 +108,24 @@ pub(super) fn run(arguments: &MoeArguments, json: bool) -> Result<Outcome, Failu
         output: arguments.output.clone(),
     };
     if json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        writeln!(text, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        print(&report);
+        print(text, &report)?;
     }
     Ok(match &report.comparison {
         Some(comparison) if !comparison.passed => Outcome::Failed,
         _ => Outcome::Passed,
     })
+}
+
+/// Refuses an output that is there but no file: a device such as /dev/null would be replaced.
+fn check_output(path: &Path) -> Result<(), Failure> {
+    match path.metadata() {
+        Ok(about) if !about.is_file() => {
+            Err(format!("--output {}: there, but not a regular file", path.display()).into())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Values of a [tokens, hidden] tensor.
@@ -122,9 +142,10 @@ fn tokens(argument: &str, text: &str, hidden: usize) -> Result<Vec<f32>, Failure
     Ok(file.read_f32(&name)?)
 }
 
-fn print(report: &Report) {
+fn print(text: &mut String, report: &Report) -> fmt::Result {
     let f = &report.forward;
-    println!(
+    writeln!(
+        text,
         "{} layer {}, {} tokens, {} on {} ({} experts on the CPU, {} on the GPU)",
         report.model_type,
         report.layer,
@@ -133,30 +154,41 @@ fn print(report: &Report) {
         f.backend,
         f.cpu_experts,
         f.gpu_experts
-    );
-    println!("kernels: {}", f.kernels.join(", "));
-    println!(
+    )?;
+    writeln!(text, "kernels: {}", f.kernels.join(", "))?;
+    writeln!(
+        text,
         "time: {:.3} ms, {:.1} MB of weights",
         f.seconds * 1e3,
         f.weight_bytes as f64 / 1e6
-    );
+    )?;
     if let Some(path) = &report.output {
-        println!("output: {}", path.display());
+        writeln!(text, "output: {}", path.display())?;
     }
     if let Some(c) = &report.comparison {
         let row = |name: &str, error: f64, limit: f64| {
-            vec![name.to_owned(), format!("{error:.5}"), format!("{limit:.3}")]
+            vec![
+                name.to_owned(),
+                format!("{error:.5}"),
+                format!("{limit:.3}"),
+            ]
         };
         let rows = [
-            row("element, of |expected| + row RMS", c.element_error, c.element_limit),
+            row(
+                "element, of |expected| + row RMS",
+                c.element_error,
+                c.element_limit,
+            ),
             row("Frobenius", c.frobenius_error, c.frobenius_limit),
         ];
-        println!("{}", table(&["error", "found", "allowed"], 1, &rows));
-        println!(
+        writeln!(text, "{}", table(&["error", "found", "allowed"], 1, &rows))?;
+        writeln!(
+            text,
             "{} (worst at token {}, column {})",
             if c.passed { "PASS" } else { "FAIL" },
             c.worst_row,
             c.worst_column
-        );
+        )?;
     }
+    Ok(())
 }

@@ -5,7 +5,7 @@
 use super::MoeError;
 #[cfg(feature = "cuda")]
 use crate::driver::{Gpu, PinnedBuffer};
-use asym_gemm_cpu::{BankRef, ExpertSource, pack_expert};
+use asym_gemm_cpu::{BankRef, CpuError, ExpertSource, pack_expert};
 use asym_gemm_formats::bank::BankGeometry;
 use bytemuck::{Pod, Zeroable};
 use rayon::prelude::*;
@@ -22,6 +22,15 @@ enum Memory {
     /// Page-locked and mapped for the GPU.
     #[cfg(feature = "cuda")]
     Pinned(PinnedBuffer),
+}
+
+/// Refuses a shape that makes no bank, before its size is computed and allocated.
+fn check(geometry: BankGeometry) -> Result<(), MoeError> {
+    match BankRef::new(geometry, &[]) {
+        // Of the length, which is not that of a bank yet.
+        Ok(_) | Err(CpuError::Mismatch { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Weights of one layer's experts, packed.
@@ -45,12 +54,13 @@ impl ExpertBank {
     /// `source(e)` gives expert e's weights; `packed` is called after each expert.
     ///
     /// # Errors
-    /// If a dimension is 0 or a bias has the wrong length.
+    /// If a dimension is 0 or too large, or a bias has the wrong length.
     pub fn plain<S: ExpertSource>(
         geometry: BankGeometry,
         source: impl Fn(usize) -> S + Sync,
         packed: impl Fn() + Sync,
     ) -> Result<Self, MoeError> {
+        check(geometry)?;
         let lines = geometry.bank_bytes().div_ceil(size_of::<CacheLine>());
         let memory = Memory::Plain(vec![CacheLine::zeroed(); lines]);
         Self { geometry, memory }.fill(source, packed)
@@ -67,6 +77,7 @@ impl ExpertBank {
         source: impl Fn(usize) -> S + Sync,
         packed: impl Fn() + Sync,
     ) -> Result<Self, MoeError> {
+        check(geometry)?;
         let memory = Memory::Pinned(PinnedBuffer::alloc(gpu, geometry.bank_bytes())?);
         Self { geometry, memory }.fill(source, packed)
     }

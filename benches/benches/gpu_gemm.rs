@@ -27,7 +27,10 @@ type Failure = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().collect();
-    let csv = arguments.iter().position(|a| a == "--csv").and_then(|i| arguments.get(i + 1));
+    let csv = arguments
+        .iter()
+        .position(|a| a == "--csv")
+        .and_then(|i| arguments.get(i + 1));
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -36,12 +39,23 @@ fn main() -> Result<(), Failure> {
         }
     };
     let link = measure_link(&gpu, 512 << 20)?;
-    println!("{}: copy engine {:.1} GB/s, SM reads {:.1}, HBM {:.0}", gpu.name(), link.copy_engine, link.sm_read, link.hbm_read);
+    println!(
+        "{}: copy engine {:.1} GB/s, SM reads {:.1}, HBM {:.0}",
+        gpu.name(),
+        link.copy_engine,
+        link.sm_read,
+        link.hbm_read
+    );
     println!("{EXPERTS} experts, N = {N}, K = {K}, D in bf16; ms are medians of single calls");
     println!("| format | m | transfer | ms | weights GB/s | of limit | TFLOP/s | kernel |");
     println!("|---|---|---|---|---|---|---|---|");
-    let mut record = String::from("format,m,transfer,ms,weight_gb_s,limit_gb_s,share,tflops,kernel\n");
-    for format in [WeightFormat::Bf16, WeightFormat::Int8PerRow, WeightFormat::Int8Block128] {
+    let mut record =
+        String::from("format,m,transfer,ms,weight_gb_s,limit_gb_s,share,tflops,kernel\n");
+    for format in [
+        WeightFormat::Bf16,
+        WeightFormat::Int8PerRow,
+        WeightFormat::Int8Block128,
+    ] {
         for m in ROWS {
             bench(&gpu, &link, format, m, &mut record)?;
         }
@@ -75,13 +89,24 @@ impl Data {
         let one: Vec<u8> = match format {
             WeightFormat::Bf16 => {
                 let values = matrix(Pattern::Gaussian, 2, N, K);
-                values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect()
+                values
+                    .iter()
+                    .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+                    .collect()
             }
             _ => codes.iter().map(|&c| c as u8).collect(),
         };
-        let scales = |count: usize| matrix(Pattern::Uniform, 4, 1, count).iter().map(|x| x.abs() * 0.01 + 1e-3).collect();
+        let scales = |count: usize| {
+            matrix(Pattern::Uniform, 4, 1, count)
+                .iter()
+                .map(|x| x.abs() * 0.01 + 1e-3)
+                .collect()
+        };
         Self {
-            a_bf16: matrix(Pattern::Gaussian, 1, rows, K).iter().map(|&x| bf16::from_f32(x)).collect(),
+            a_bf16: matrix(Pattern::Gaussian, 1, rows, K)
+                .iter()
+                .map(|&x| bf16::from_f32(x))
+                .collect(),
             a_codes: int8_codes(5, rows * K),
             a_scales: scales(rows * blocks.max(1)),
             weights: one.repeat(EXPERTS),
@@ -121,8 +146,13 @@ fn bench(
 ) -> Result<(), Failure> {
     let data = Data::new(format, m);
     let rows = EXPERTS * m;
-    let groups: Vec<GroupRange> =
-        (0..EXPERTS).map(|weight| GroupRange { weight, start: weight * m, end: (weight + 1) * m }).collect();
+    let groups: Vec<GroupRange> = (0..EXPERTS)
+        .map(|weight| GroupRange {
+            weight,
+            start: weight * m,
+            end: (weight + 1) * m,
+        })
+        .collect();
     let mut pinned = PinnedBuffer::alloc(gpu, data.weights.len())?;
     pinned.as_mut_slice()[..data.weights.len()].copy_from_slice(&data.weights);
     let device = DeviceBuffer::from_slice(gpu, &data.weights)?;
@@ -154,7 +184,11 @@ fn bench(
         out.fill_bytes(0xff)?;
         let mut ms = Vec::new();
         let mut kernel = "";
-        let calls = if transfer == Transfer::Direct && m > 128 { SLOW_CALLS } else { CALLS };
+        let calls = if transfer == Transfer::Direct && m > 128 {
+            SLOW_CALLS
+        } else {
+            CALLS
+        };
         for call in 0..calls + 2 {
             let mut d = Output::Bf16(DeviceMatrixMut::new(&mut out, rows, N, N)?);
             let (start, end) = (Event::new(gpu)?, Event::new(gpu)?);
@@ -182,7 +216,11 @@ fn bench(
             "| {format} | {m} | {transfer} | {median:.3} | {rate:.1} | {:.1} % | {tflops:.0} | {kernel} |",
             100.0 * rate / limit
         );
-        writeln!(record, "{format},{m},{transfer},{median:.4},{rate:.2},{limit:.2},{:.4},{tflops:.1},{kernel}", rate / limit)?;
+        writeln!(
+            record,
+            "{format},{m},{transfer},{median:.4},{rate:.2},{limit:.2},{:.4},{tflops:.1},{kernel}",
+            rate / limit
+        )?;
     }
     Ok(())
 }

@@ -32,9 +32,7 @@ impl Engine {
     /// The variable names no instruction set, or one that this processor lacks.
     pub fn detect() -> Result<Self, CpuError> {
         match std::env::var_os(ISA_VARIABLE) {
-            Some(name) if !name.is_empty() => {
-                Self::with_isa(Isa::parse(&name.to_string_lossy())?)
-            }
+            Some(name) if !name.is_empty() => Self::with_isa(Isa::parse(&name.to_string_lossy())?),
             _ => Ok(Self::with_features(Features::detect())),
         }
     }

@@ -62,9 +62,23 @@ impl<G: Groups> TileWalker<G> {
     /// Walker of block `block` in a grid of `blocks`, over D with `n` columns.
     #[inline(always)]
     pub fn new(groups: G, n: u32, tile_m: u32, tile_n: u32, block: u32, blocks: u32) -> Self {
-        let group = if groups.count() > 0 { groups.get(0) } else { Group::default() };
+        let group = if groups.count() > 0 {
+            groups.get(0)
+        } else {
+            Group::default()
+        };
         let n_tiles = n.div_ceil(tile_n);
-        Self { groups, n_tiles, tile_m, tile_n, next: block, step: blocks, index: 0, group, base: 0 }
+        Self {
+            groups,
+            n_tiles,
+            tile_m,
+            tile_n,
+            next: block,
+            step: blocks,
+            index: 0,
+            group,
+            base: 0,
+        }
     }
 
     /// The block's next tile.
@@ -109,7 +123,12 @@ mod tests {
     fn groups(counts: &[u32]) -> Vec<Group> {
         let mut start = 3;
         let group = |(weight, &count): (usize, &u32)| {
-            let group = Group { start, end: start + count, weight: weight as u32, reserved: 0 };
+            let group = Group {
+                start,
+                end: start + count,
+                weight: weight as u32,
+                reserved: 0,
+            };
             start += count + 1;
             group
         };
@@ -120,8 +139,15 @@ mod tests {
     /// cover the group.
     #[test]
     fn each_tile_exactly_once() {
-        let cases: [&[u32]; 7] =
-            [&[], &[0], &[0, 0, 5], &[1, 64, 65, 128, 129], &[1000], &[0, 7, 0, 300, 0], &[1; 300]];
+        let cases: [&[u32]; 7] = [
+            &[],
+            &[0],
+            &[0, 0, 5],
+            &[1, 64, 65, 128, 129],
+            &[1000],
+            &[0, 7, 0, 300, 0],
+            &[1; 300],
+        ];
         for counts in cases {
             let groups = groups(counts);
             for (tile_m, tile_n) in [(128, 128), (64, 256)] {
@@ -138,8 +164,10 @@ mod tests {
                                 assert!(seen.insert((t.weight, t.row, t.column)));
                             }
                         }
-                        let want: u32 =
-                            counts.iter().map(|&c| group_tiles(c, n, tile_m, tile_n)).sum();
+                        let want: u32 = counts
+                            .iter()
+                            .map(|&c| group_tiles(c, n, tile_m, tile_n))
+                            .sum();
                         assert_eq!(seen.len() as u32, want);
                     }
                 }

@@ -49,9 +49,17 @@ pub struct Tile {
 }
 
 /// 128 x 128, six stages.
-pub const M128N128: Tile = Tile { m: 128, n: 128, stages: 6 };
+pub const M128N128: Tile = Tile {
+    m: 128,
+    n: 128,
+    stages: 6,
+};
 /// 64 x 256, four stages: for experts of at most 64 rows.
-pub const M64N256: Tile = Tile { m: 64, n: 256, stages: 4 };
+pub const M64N256: Tile = Tile {
+    m: 64,
+    n: 256,
+    stages: 4,
+};
 
 impl Tile {
     /// Bytes of A in a stage.

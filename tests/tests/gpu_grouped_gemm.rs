@@ -12,14 +12,17 @@ use asym_gemm::transfer::Transfer;
 use asym_gemm_testkit::compare::{
     Bound, Output as OutputType, assert_poisoned, bits_equal, check_close, poison,
 };
-use asym_gemm_testkit::generate::{Pattern, gemm_shapes, matrix, row_counts, rounded_to_bf16};
+use asym_gemm_testkit::generate::{Pattern, gemm_shapes, matrix, rounded_to_bf16, row_counts};
 use asym_gemm_testkit::reference::{Group, Operand, QuantisedMatrix, grouped_gemm, int8_gemm};
 use asym_gemm_testkit::skip;
 use gpu_common::gpu;
 use half::bf16;
 
-const FORMATS: [WeightFormat; 3] =
-    [WeightFormat::Bf16, WeightFormat::Int8PerRow, WeightFormat::Int8Block128];
+const FORMATS: [WeightFormat; 3] = [
+    WeightFormat::Bf16,
+    WeightFormat::Int8PerRow,
+    WeightFormat::Int8Block128,
+];
 const TRANSFERS: [Transfer; 3] = [Transfer::Staged, Transfer::Direct, Transfer::Resident];
 /// Columns of D beyond N, which nobody may write.
 const GUARD_COLUMNS: usize = 8;
@@ -44,13 +47,27 @@ impl Case {
         let mut start = 0;
         for (weight, &count) in counts.iter().enumerate() {
             start += gap;
-            groups.push(GroupRange { weight, start, end: start + count });
+            groups.push(GroupRange {
+                weight,
+                start,
+                end: start + count,
+            });
             start += count;
         }
         let rows = start + gap;
         let bf16_exact = |seed, r, c| rounded_to_bf16(&matrix(Pattern::Gaussian, seed, r, c));
-        let b = (0..counts.len()).map(|w| bf16_exact(100 + w as u64, n, k)).collect();
-        Self { format, n, k, rows, groups, a: bf16_exact(1, rows, k), b }
+        let b = (0..counts.len())
+            .map(|w| bf16_exact(100 + w as u64, n, k))
+            .collect();
+        Self {
+            format,
+            n,
+            k,
+            rows,
+            groups,
+            a: bf16_exact(1, rows, k),
+            b,
+        }
     }
 
     /// Fills rows that belong to no group with `value`.
@@ -67,7 +84,10 @@ impl Case {
     }
 
     fn quantised_b(&self) -> Vec<QuantisedMatrix> {
-        self.b.iter().map(|b| QuantisedMatrix::new(self.format, b, self.n, self.k)).collect()
+        self.b
+            .iter()
+            .map(|b| QuantisedMatrix::new(self.format, b, self.n, self.k))
+            .collect()
     }
 
     /// D as f32 bits [rows, n + GUARD_COLUMNS], poisoned where nothing was written.
@@ -126,13 +146,20 @@ impl Case {
             } else {
                 Output::F32(DeviceMatrixMut::new(&mut f32_out, self.rows, self.n, stride).unwrap())
             };
-            gemm.run(&a, &b, &self.groups, &mut d, transfer, &stream).unwrap();
+            gemm.run(&a, &b, &self.groups, &mut d, transfer, &stream)
+                .unwrap();
         }
         if bf16_out {
             let out = bf16_buffer.to_vec().unwrap();
             // 0xffff stays recognisable as poison.
             out.iter()
-                .map(|x| if x.to_bits() == 0xffff { f32::from_bits(u32::MAX) } else { x.to_f32() })
+                .map(|x| {
+                    if x.to_bits() == 0xffff {
+                        f32::from_bits(u32::MAX)
+                    } else {
+                        x.to_f32()
+                    }
+                })
                 .collect()
         } else {
             f32_out.to_vec().unwrap()
@@ -142,13 +169,23 @@ impl Case {
     /// Weight bytes as stored and the scales of all weights.
     fn device_bytes(&self) -> (Vec<u8>, Vec<f32>) {
         if self.format == WeightFormat::Bf16 {
-            let codes = self.b.iter().flatten().flat_map(|&x| bf16::from_f32(x).to_le_bytes());
+            let codes = self
+                .b
+                .iter()
+                .flatten()
+                .flat_map(|&x| bf16::from_f32(x).to_le_bytes());
             return (codes.collect(), Vec::new());
         }
         let quantised = self.quantised_b();
         (
-            quantised.iter().flat_map(|q| q.codes.iter().map(|&c| c as u8)).collect(),
-            quantised.iter().flat_map(|q| q.scales.iter().copied()).collect(),
+            quantised
+                .iter()
+                .flat_map(|q| q.codes.iter().map(|&c| c as u8))
+                .collect(),
+            quantised
+                .iter()
+                .flat_map(|q| q.scales.iter().copied())
+                .collect(),
         )
     }
 
@@ -162,20 +199,36 @@ impl Case {
             inner.extend_from_slice(&row[..self.n]);
             if row[..self.n].iter().any(|x| x.to_bits() != u32::MAX) {
                 let guard = &row[self.n..];
-                assert!(guard.iter().all(|x| x.to_bits() == u32::MAX), "{name}: guard columns");
+                assert!(
+                    guard.iter().all(|x| x.to_bits() == u32::MAX),
+                    "{name}: guard columns"
+                );
             }
         }
         if self.format == WeightFormat::Bf16 {
             let a = Operand::plain(self.rows, self.k, &self.a);
-            let b: Vec<_> = self.b.iter().map(|b| Operand::plain(self.n, self.k, b)).collect();
-            let groups: Vec<_> =
-                self.groups.iter().map(|g| Group::new(g.start..g.end, g.weight as i32)).collect();
+            let b: Vec<_> = self
+                .b
+                .iter()
+                .map(|b| Operand::plain(self.n, self.k, b))
+                .collect();
+            let groups: Vec<_> = self
+                .groups
+                .iter()
+                .map(|g| Group::new(g.start..g.end, g.weight as i32))
+                .collect();
             let want = grouped_gemm(&a, &b, &groups);
-            let output = if bf16_out { OutputType::Bf16 } else { OutputType::F32 };
+            let output = if bf16_out {
+                OutputType::Bf16
+            } else {
+                OutputType::F32
+            };
             let report = check_close(name, &inner, &want, Bound::f32_accumulated(output));
             let report = report.unwrap_or_else(|mismatch| panic!("{mismatch}"));
             if written.iter().any(|rows| !rows.is_empty()) {
-                report.not_vacuous().unwrap_or_else(|mismatch| panic!("{mismatch}"));
+                report
+                    .not_vacuous()
+                    .unwrap_or_else(|mismatch| panic!("{mismatch}"));
             }
             return;
         }
@@ -217,10 +270,15 @@ fn every_row_count() {
         // Up to 64 rows the 64-row tile is chosen, else the 128-row one.
         for counts in [&small, &all] {
             let case = Case::new(format, counts, 264, 144, 1);
-            for (transfer, bf16_out) in
-                [(Transfer::Staged, false), (Transfer::Staged, true), (Transfer::Direct, false)]
-            {
-                let name = format!("{format} {transfer} bf16_out={bf16_out} {} counts", counts.len());
+            for (transfer, bf16_out) in [
+                (Transfer::Staged, false),
+                (Transfer::Staged, true),
+                (Transfer::Direct, false),
+            ] {
+                let name = format!(
+                    "{format} {transfer} bf16_out={bf16_out} {} counts",
+                    counts.len()
+                );
                 case.check(&name, &case.run(&gpu, bf16_out, transfer, RING), bf16_out);
             }
         }
@@ -244,7 +302,11 @@ fn odd_shapes() {
                 let case = Case::new(format, counts, n, k, 2);
                 for bf16_out in [false, true] {
                     let name = format!("{format} N={n} K={k} {counts:?} bf16_out={bf16_out}");
-                    case.check(&name, &case.run(&gpu, bf16_out, Transfer::Resident, RING), bf16_out);
+                    case.check(
+                        &name,
+                        &case.run(&gpu, bf16_out, Transfer::Resident, RING),
+                        bf16_out,
+                    );
                 }
             }
         }
@@ -267,7 +329,10 @@ fn stores_stay_in_their_row() {
         for _ in 0..20 {
             let out = case.run(&gpu, false, Transfer::Staged, RING);
             for (row, got) in out.chunks_exact(n + GUARD_COLUMNS).enumerate() {
-                assert!(got[..n].iter().all(|&x| x == (64 << row) as f32), "N={n} row {row}");
+                assert!(
+                    got[..n].iter().all(|&x| x == (64 << row) as f32),
+                    "N={n} row {row}"
+                );
             }
         }
     }
@@ -347,7 +412,11 @@ fn long_k() {
     for k in [7168, 18432] {
         let mut case = Case::new(WeightFormat::Bf16, &[33], 40, k, 0);
         let run = |case: &Case, name: &str| {
-            case.check(name, &case.run(&gpu, false, Transfer::Resident, RING), false);
+            case.check(
+                name,
+                &case.run(&gpu, false, Transfer::Resident, RING),
+                false,
+            );
         };
         run(&case, "random");
         case.a.iter_mut().for_each(|x| *x = x.abs());
@@ -381,15 +450,24 @@ fn bad_arguments_are_named() {
     let format = WeightFormat::Bf16;
     assert!(matches!(
         Weights::new(memory, format, 3, 64, 64, None),
-        Err(GemmError::Shape { what: "weights", .. })
+        Err(GemmError::Shape {
+            what: "weights",
+            ..
+        })
     ));
     assert!(matches!(
         Weights::new(memory, format, 1, 64, 63, None),
-        Err(GemmError::Unsupported { what: "weights", .. })
+        Err(GemmError::Unsupported {
+            what: "weights",
+            ..
+        })
     ));
     assert!(matches!(
         Weights::new(memory, WeightFormat::Int8PerRow, 1, 64, 64, None),
-        Err(GemmError::Shape { what: "weight scales", .. })
+        Err(GemmError::Shape {
+            what: "weight scales",
+            ..
+        })
     ));
     assert!(DeviceMatrix::new(&values, 8, 64, 63).is_err());
     assert!(DeviceMatrix::new(&values, 9, 64, 64).is_err());
@@ -402,15 +480,24 @@ fn bad_arguments_are_named() {
         gemm.run(&a, &b, groups, &mut d, transfer, &stream)
     };
     let group = |weight, start, end| GroupRange { weight, start, end };
-    assert!(matches!(run(&[group(2, 0, 1)], Transfer::Auto), Err(GemmError::Group { index: 0, .. })));
-    assert!(matches!(run(&[group(0, 0, 9)], Transfer::Auto), Err(GemmError::Group { index: 0, .. })));
+    assert!(matches!(
+        run(&[group(2, 0, 1)], Transfer::Auto),
+        Err(GemmError::Group { index: 0, .. })
+    ));
+    assert!(matches!(
+        run(&[group(0, 0, 9)], Transfer::Auto),
+        Err(GemmError::Group { index: 0, .. })
+    ));
     assert!(matches!(
         run(&[group(0, 0, 4), group(1, 3, 5)], Transfer::Auto),
         Err(GemmError::Group { index: 1, .. })
     ));
     assert!(matches!(
         run(&[group(0, 0, 4)], Transfer::Direct),
-        Err(GemmError::Unsupported { what: "transfer", .. })
+        Err(GemmError::Unsupported {
+            what: "transfer",
+            ..
+        })
     ));
     assert!(run(&[group(0, 0, 4)], Transfer::Auto).is_ok());
     let mut poisoned = [1u8; 4];

@@ -13,17 +13,23 @@ use asym_gemm::moe::{Backend, BlockParts, ExpertBank, MoeBlock, MoeError};
 use asym_gemm::transfer::Transfer;
 use asym_gemm_testkit::compare::{Bound, Output, bits_equal, check_close};
 use asym_gemm_testkit::generate::{
-    Pattern, RoutingCase, RoutingKind, expert_shapes, matrix, row_counts, rounded_to_bf16,
+    Pattern, RoutingCase, RoutingKind, expert_shapes, matrix, rounded_to_bf16, row_counts,
 };
 use asym_gemm_testkit::reference::{self, ExpertWeights, SharedExpert};
 use asym_gemm_testkit::skip;
 use gpu_common::{Source, gpu};
 
-const FORMATS: [WeightFormat; 3] =
-    [WeightFormat::Bf16, WeightFormat::Int8PerRow, WeightFormat::Int8Block128];
+const FORMATS: [WeightFormat; 3] = [
+    WeightFormat::Bf16,
+    WeightFormat::Int8PerRow,
+    WeightFormat::Int8Block128,
+];
 const TRANSFERS: [Transfer; 3] = [Transfer::Staged, Transfer::Direct, Transfer::Resident];
 const RING: usize = 48 << 20;
-const CLAMPED: Activation = Activation::ClampedSwiGlu { limit: 7.0, alpha: 1.702 };
+const CLAMPED: Activation = Activation::ClampedSwiGlu {
+    limit: 7.0,
+    alpha: 1.702,
+};
 
 /// Experts with or without a shared one, in bf16 values so that every format starts alike.
 struct Model {
@@ -73,7 +79,10 @@ impl Model {
             router: router.unwrap(),
             activation: self.activation,
             experts: bank(&self.experts),
-            shared: self.shared.as_ref().map(|s| (bank(std::slice::from_ref(s)), None)),
+            shared: self
+                .shared
+                .as_ref()
+                .map(|s| (bank(std::slice::from_ref(s)), None)),
         };
         let mut block = MoeBlock::from_parts(parts, Engine::detect().unwrap()).unwrap();
         block.attach_gpu(gpu, transfer, Some(ring)).unwrap();
@@ -83,10 +92,10 @@ impl Model {
     fn reference(&self) -> reference::MoeBlock<'_> {
         reference::MoeBlock {
             experts: &self.experts,
-            shared: self
-                .shared
-                .as_ref()
-                .map(|weights| SharedExpert { weights, token_weights: None }),
+            shared: self.shared.as_ref().map(|weights| SharedExpert {
+                weights,
+                token_weights: None,
+            }),
             activation: self.activation,
         }
     }
@@ -103,7 +112,10 @@ impl Model {
     ) -> Vec<f32> {
         let routing = routing(case);
         let (out, report) = block.forward_routed(x, &routing, backend).unwrap();
-        let name = format!("{name} {format} {backend} ({} + {} experts)", report.cpu_experts, report.gpu_experts);
+        let name = format!(
+            "{name} {format} {backend} ({} + {} experts)",
+            report.cpu_experts, report.gpu_experts
+        );
         match format {
             WeightFormat::Bf16 => {
                 let want = self.reference().bf16(x, case);
@@ -121,7 +133,11 @@ impl Model {
 }
 
 fn routing(case: &RoutingCase) -> Routing {
-    Routing { top_k: case.top_k, ids: case.ids.clone(), weights: case.weights.clone() }
+    Routing {
+        top_k: case.top_k,
+        ids: case.ids.clone(),
+        weights: case.weights.clone(),
+    }
 }
 
 fn input(tokens: usize, hidden: usize) -> Vec<f32> {
@@ -179,7 +195,10 @@ fn every_routing_and_transfer() {
                         for backend in [Backend::Gpu, Backend::Both] {
                             let first = model.check(&name, &mut block, format, &case, &x, backend);
                             block.gpu_mut().unwrap().poison_scratch().unwrap();
-                            let again = block.forward_routed(&x, &routing(&case), backend).unwrap().0;
+                            let again = block
+                                .forward_routed(&x, &routing(&case), backend)
+                                .unwrap()
+                                .0;
                             bits_equal("second call on dirty buffers", &again, &first, 192)
                                 .unwrap_or_else(|mismatch| panic!("{name}: {mismatch}"));
                         }
@@ -197,7 +216,10 @@ fn odd_shapes_and_a_small_ring() {
         Ok(gpu) => gpu,
         Err(reason) => skip!(gpu, "{reason}"),
     };
-    for &shape in expert_shapes().iter().chain(&[(1, 1), (257, 300), (100, 33), (2880, 96)]) {
+    for &shape in expert_shapes()
+        .iter()
+        .chain(&[(1, 1), (257, 300), (100, 33), (2880, 96)])
+    {
         let model = Model::new(5, shape, false);
         let case = RoutingCase::new(RoutingKind::Uniform, 1, 37, 2, 5);
         let x = input(37, shape.0);
@@ -211,7 +233,14 @@ fn odd_shapes_and_a_small_ring() {
             };
             for ring in [3 * geometry.expert_bytes(), RING] {
                 let mut block = model.block(&gpu, format, Transfer::Staged, ring);
-                model.check(&format!("{shape:?}"), &mut block, format, &case, &x, Backend::Gpu);
+                model.check(
+                    &format!("{shape:?}"),
+                    &mut block,
+                    format,
+                    &case,
+                    &x,
+                    Backend::Gpu,
+                );
             }
         }
     }
@@ -233,7 +262,10 @@ fn many_experts_and_no_tokens() {
             let name = format!("E={experts} k={top_k} T={tokens}");
             let first = model.check(&name, &mut block, format, &case, &x, Backend::Gpu);
             for _ in 0..20 {
-                let again = block.forward_routed(&x, &routing(&case), Backend::Gpu).unwrap().0;
+                let again = block
+                    .forward_routed(&x, &routing(&case), Backend::Gpu)
+                    .unwrap()
+                    .0;
                 bits_equal("repeat", &again, &first, 64)
                     .unwrap_or_else(|mismatch| panic!("{name} {format}: {mismatch}"));
             }
@@ -255,19 +287,27 @@ fn tokens_are_independent() {
     let mut x = input(40, hidden);
     for format in FORMATS {
         let mut block = model.block(&gpu, format, Transfer::Resident, RING);
-        let whole = block.forward_routed(&x, &routing(&case), Backend::Gpu).unwrap().0;
+        let whole = block
+            .forward_routed(&x, &routing(&case), Backend::Gpu)
+            .unwrap()
+            .0;
         let alone = Routing {
             top_k: 2,
             ids: case.ids[14..16].to_vec(),
             weights: case.weights[14..16].to_vec(),
         };
-        let one =
-            block.forward_routed(&x[7 * hidden..8 * hidden], &alone, Backend::Gpu).unwrap().0;
+        let one = block
+            .forward_routed(&x[7 * hidden..8 * hidden], &alone, Backend::Gpu)
+            .unwrap()
+            .0;
         bits_equal("alone", &one, &whole[7 * hidden..8 * hidden], hidden)
             .unwrap_or_else(|mismatch| panic!("{format}: {mismatch}"));
         for bad in [f32::NAN, f32::INFINITY, 3e38] {
             let kept = std::mem::replace(&mut x[3 * hidden + 5], bad);
-            let got = block.forward_routed(&x, &routing(&case), Backend::Gpu).unwrap().0;
+            let got = block
+                .forward_routed(&x, &routing(&case), Backend::Gpu)
+                .unwrap()
+                .0;
             x[3 * hidden + 5] = kept;
             for token in (0..40).filter(|&token| token != 3) {
                 let rows = token * hidden..(token + 1) * hidden;
@@ -280,7 +320,10 @@ fn tokens_are_independent() {
                 assert_eq!(kinds(&got), kinds(&on_cpu), "NaN where the CPU has none");
             }
             if bad.is_nan() {
-                assert!(got[3 * hidden..4 * hidden].iter().all(|v| v.is_nan()), "{format}");
+                assert!(
+                    got[3 * hidden..4 * hidden].iter().all(|v| v.is_nan()),
+                    "{format}"
+                );
             }
         }
     }
@@ -295,7 +338,10 @@ fn block_output(
     case: &RoutingCase,
 ) -> Vec<f32> {
     let kept = std::mem::replace(&mut x[at], value);
-    let out = block.forward_routed(x, &routing(case), Backend::Cpu).unwrap().0;
+    let out = block
+        .forward_routed(x, &routing(case), Backend::Cpu)
+        .unwrap()
+        .0;
     x[at] = kept;
     out
 }
@@ -315,8 +361,15 @@ fn what_cannot_be_done_is_an_error() {
         bias: false,
     };
     let parts = |experts| BlockParts {
-        router: Router::new(2, 64, 1, vec![0.0; 128], None, Scoring::Softmax { renormalise: false })
-            .unwrap(),
+        router: Router::new(
+            2,
+            64,
+            1,
+            vec![0.0; 128],
+            None,
+            Scoring::Softmax { renormalise: false },
+        )
+        .unwrap(),
         activation: Activation::SwiGlu,
         experts,
         shared: None,
@@ -336,6 +389,9 @@ fn what_cannot_be_done_is_an_error() {
     let mut block = MoeBlock::from_parts(parts(pinned), engine()).unwrap();
     assert!(matches!(
         block.attach_gpu(&gpu, Transfer::Staged, Some(1000)),
-        Err(MoeError::Ring { ring_bytes: 1000, .. })
+        Err(MoeError::Ring {
+            ring_bytes: 1000,
+            ..
+        })
     ));
 }

@@ -64,7 +64,11 @@ impl Comparison {
                 }
             }
         }
-        let frobenius = if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() };
+        let frobenius = if difference == 0.0 {
+            0.0
+        } else {
+            (difference / norm).sqrt()
+        };
         let (element_limit, frobenius_limit) = (element_limit(format), frobenius_limit(format));
         Self {
             element_error: worst,

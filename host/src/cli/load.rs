@@ -63,7 +63,9 @@ fn with_gpu(
 ) -> Result<MoeBlock, Failure> {
     let gpu = asym_gemm::driver::Gpu::open(0)?;
     let transfer = transfer.into();
-    Ok(MoeBlock::for_cpu_and_gpu(layer, format, cpu, &gpu, transfer, ring_bytes, packed)?)
+    Ok(MoeBlock::for_cpu_and_gpu(
+        layer, format, cpu, &gpu, transfer, ring_bytes, packed,
+    )?)
 }
 
 #[cfg(not(feature = "cuda"))]

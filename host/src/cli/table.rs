@@ -10,7 +10,11 @@ pub(super) fn table(headers: &[&str], text_columns: usize, rows: &[Vec<String>])
     for row in rows {
         table.add_row(row.iter().enumerate().map(|(i, text)| {
             let cell = Cell::new(text);
-            if i < text_columns { cell } else { cell.set_alignment(CellAlignment::Right) }
+            if i < text_columns {
+                cell
+            } else {
+                cell.set_alignment(CellAlignment::Right)
+            }
         }));
     }
     table

@@ -4,7 +4,10 @@ use super::error::DriverError;
 
 /// The texts of one kernel family, as (target, PTX) pairs; empty for an unknown name.
 pub(super) fn embedded(family: &str) -> &'static [(&'static str, &'static str)] {
-    EMBEDDED.iter().find(|(name, _)| *name == family).map_or(&[], |(_, texts)| texts)
+    EMBEDDED
+        .iter()
+        .find(|(name, _)| *name == family)
+        .map_or(&[], |(_, texts)| texts)
 }
 
 // `EMBEDDED`, written by build.rs.

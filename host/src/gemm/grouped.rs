@@ -41,7 +41,13 @@ impl GroupedGemm {
 
     /// As [`Self::new`] with a ring of at most `ring_bytes`.
     pub fn with_ring_bytes(gpu: &Gpu, ring_bytes: usize) -> Self {
-        Self { gpu: gpu.clone(), launcher: Launcher::new(gpu), ring_bytes, ring: None, groups: None }
+        Self {
+            gpu: gpu.clone(),
+            launcher: Launcher::new(gpu),
+            ring_bytes,
+            ring: None,
+            groups: None,
+        }
     }
 
     /// Computes D and waits until it is there.
@@ -103,11 +109,20 @@ impl GroupedGemm {
         } else {
             match (transfer, b.memory) {
                 (Transfer::Auto | Transfer::Resident, WeightMemory::Device(buffer)) => {
-                    let source =
-                        if transfer == Transfer::Auto { "weights are on the device" } else { "requested" };
+                    let source = if transfer == Transfer::Auto {
+                        "weights are on the device"
+                    } else {
+                        "requested"
+                    };
                     // SAFETY: the caller's contract.
                     unsafe {
-                        self.in_place(&problem, buffer.as_raw(), Transfer::Resident, source, stream)
+                        self.in_place(
+                            &problem,
+                            buffer.as_raw(),
+                            Transfer::Resident,
+                            source,
+                            stream,
+                        )
                     }
                 }
                 _ => Err(unavailable(transfer, "on the device")),
@@ -130,7 +145,11 @@ impl GroupedGemm {
         let b = problem.b;
         let groups = self.upload(&problem.groups, stream)?;
         let b_map = map_rows(&self.gpu, b.format, address, b.count, b.n, b.k)?;
-        let piece = Piece { groups: 0..problem.groups.len(), first_weight: 0, rows: 0..b.n };
+        let piece = Piece {
+            groups: 0..problem.groups.len(),
+            first_weight: 0,
+            rows: 0..b.n,
+        };
         // SAFETY: the caller's contract.
         let kernel = unsafe { self.launch(problem, groups, &piece, &b_map, stream)? };
         let used = problem.used_weights().len();
@@ -189,7 +208,14 @@ impl GroupedGemm {
             unsafe { ring.copy(slot, 0, &pinned.as_slice()[first..first + bytes])? };
             ring.finish(slot, stream)?;
             let address = ring.address() + (slot * slot_bytes) as u64;
-            let b_map = map_rows(&self.gpu, b.format, address, chunk.weights.len(), chunk.rows.len(), b.k)?;
+            let b_map = map_rows(
+                &self.gpu,
+                b.format,
+                address,
+                chunk.weights.len(),
+                chunk.rows.len(),
+                b.k,
+            )?;
             let piece = Piece {
                 groups: problem.groups_of(&chunk.weights),
                 first_weight: chunk.weights.start,
@@ -213,13 +239,24 @@ impl GroupedGemm {
 
     /// Writes the groups to the device, in stream order, and returns their address.
     fn upload(&mut self, groups: &[Group], stream: &Stream) -> Result<u64, GemmError> {
-        let words: Vec<u32> =
-            groups.iter().flat_map(|g| [g.start, g.end, g.weight, g.reserved]).collect();
-        if self.groups.as_ref().is_none_or(|buffer| buffer.len() < words.len()) {
+        let words: Vec<u32> = groups
+            .iter()
+            .flat_map(|g| [g.start, g.end, g.weight, g.reserved])
+            .collect();
+        if self
+            .groups
+            .as_ref()
+            .is_none_or(|buffer| buffer.len() < words.len())
+        {
             // Freeing waits for the device, so earlier calls are done with the old buffer.
-            self.groups = Some(DeviceBuffer::alloc(&self.gpu, words.len().next_power_of_two())?);
+            self.groups = Some(DeviceBuffer::alloc(
+                &self.gpu,
+                words.len().next_power_of_two(),
+            )?);
         }
-        let Some(buffer) = &self.groups else { return Ok(0) };
+        let Some(buffer) = &self.groups else {
+            return Ok(0);
+        };
         // SAFETY: a copy from pageable memory has left it when the call returns; stream
         // order keeps it behind the kernels of earlier calls.
         unsafe { buffer.copy_from_host_async(0, &words, stream)? };
@@ -240,7 +277,12 @@ impl GroupedGemm {
     ) -> Result<&'static str, GemmError> {
         let n = piece.rows.len();
         let list = &problem.groups[piece.groups.clone()];
-        let tile = choose_tile(list.iter().map(|g| (g.end - g.start) as usize).max().unwrap_or(0));
+        let tile = choose_tile(
+            list.iter()
+                .map(|g| (g.end - g.start) as usize)
+                .max()
+                .unwrap_or(0),
+        );
         let args = problem.args(groups, piece);
         // SAFETY: `Problem` checked every range; the caller keeps the memory alive.
         Ok(unsafe {
@@ -306,7 +348,13 @@ impl<'a> Problem<'a> {
         if d.columns() != b.n || d.rows() != a.rows() {
             return Err(shape(
                 "D",
-                format!("[{}, {}] for A [{}, K] and B [N = {}, K]", d.rows(), d.columns(), a.rows(), b.n),
+                format!(
+                    "[{}, {}] for A [{}, K] and B [N = {}, K]",
+                    d.rows(),
+                    d.columns(),
+                    a.rows(),
+                    b.n
+                ),
             ));
         }
         if a.rows() > i32::MAX as usize || b.n > i32::MAX as usize || b.k > i32::MAX as usize {
@@ -376,7 +424,10 @@ impl<'a> Problem<'a> {
 
     /// Positions of the groups that use `weights`.
     fn groups_of(&self, weights: &Range<usize>) -> Range<usize> {
-        let at = |weight: usize| self.groups.partition_point(|g| (g.weight as usize) < weight);
+        let at = |weight: usize| {
+            self.groups
+                .partition_point(|g| (g.weight as usize) < weight)
+        };
         at(weights.start)..at(weights.end)
     }
 
@@ -463,13 +514,26 @@ fn map_activations(
     match a {
         Activations::Bf16(m) => {
             aligned(m.stride() * 2)?;
-            let map = map_a(gpu, format, m.address(), m.rows(), m.columns(), m.stride() * 2)?;
+            let map = map_a(
+                gpu,
+                format,
+                m.address(),
+                m.rows(),
+                m.columns(),
+                m.stride() * 2,
+            )?;
             Ok((map, 0, 0))
         }
         Activations::Int8 { codes, scales } => {
             aligned(codes.stride())?;
-            let map =
-                map_a(gpu, format, codes.address(), codes.rows(), codes.columns(), codes.stride())?;
+            let map = map_a(
+                gpu,
+                format,
+                codes.address(),
+                codes.rows(),
+                codes.columns(),
+                codes.stride(),
+            )?;
             Ok((map, scales.address(), scales.stride() as u32))
         }
     }
@@ -491,14 +555,19 @@ fn check_groups(
         };
         return Err(GemmError::Group { index, reason });
     }
-    let mut by_row: Vec<usize> = (0..groups.len()).filter(|&i| groups[i].start < groups[i].end).collect();
+    let mut by_row: Vec<usize> = (0..groups.len())
+        .filter(|&i| groups[i].start < groups[i].end)
+        .collect();
     by_row.sort_unstable_by_key(|&i| groups[i].start);
     for pair in by_row.windows(2) {
         let (before, after) = (groups[pair[0]], groups[pair[1]]);
         if after.start < before.end {
             return Err(GemmError::Group {
                 index: pair[1],
-                reason: format!("starts at row {} inside rows {}..{} of another group", after.start, before.start, before.end),
+                reason: format!(
+                    "starts at row {} inside rows {}..{} of another group",
+                    after.start, before.start, before.end
+                ),
             });
         }
     }

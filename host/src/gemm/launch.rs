@@ -5,7 +5,9 @@ use crate::driver::{
     DriverError, Gpu, Kernel, L2Promotion, Stream, TensorElement, TensorMap, TensorMapDesc,
 };
 use asym_gemm_formats::WeightFormat;
-use asym_gemm_formats::bank::{BankGeometry, GATE_UP_PANELS, PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{
+    BankGeometry, GATE_UP_PANELS, PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES,
+};
 use asym_gemm_kernels_gpu::args::GemmArgs;
 use asym_gemm_kernels_gpu::gemm::{FAMILY, Operands, kernel_name};
 use asym_gemm_kernels_gpu::tile::{A_BOX_ROWS, B_BOX_ROWS, THREADS, Tile};
@@ -21,7 +23,10 @@ pub(crate) struct Launcher {
 
 impl Launcher {
     pub(crate) fn new(gpu: &Gpu) -> Self {
-        Self { gpu: gpu.clone(), kernels: HashMap::new() }
+        Self {
+            gpu: gpu.clone(),
+            kernels: HashMap::new(),
+        }
     }
 
     /// Launches one grouped GEMM over at most `tiles` tiles.
@@ -104,15 +109,18 @@ pub(crate) fn map_a(
     k: usize,
     stride_bytes: usize,
 ) -> Result<TensorMap, GemmError> {
-    encode(gpu, &TensorMapDesc {
-        element: element(format),
-        global_address: address,
-        sizes: &[k as u64, rows as u64],
-        strides_bytes: &[stride_bytes as u64],
-        box_sizes: &[row_elements(format), A_BOX_ROWS],
-        swizzle128: true,
-        l2_promotion: L2Promotion::Bytes256,
-    })
+    encode(
+        gpu,
+        &TensorMapDesc {
+            element: element(format),
+            global_address: address,
+            sizes: &[k as u64, rows as u64],
+            strides_bytes: &[stride_bytes as u64],
+            box_sizes: &[row_elements(format), A_BOX_ROWS],
+            swizzle128: true,
+            l2_promotion: L2Promotion::Bytes256,
+        },
+    )
 }
 
 /// Map of a row-major B: [count, n, k] at `address`, boxes of 128 rows x 128 bytes.
@@ -125,15 +133,18 @@ pub(crate) fn map_rows(
     k: usize,
 ) -> Result<TensorMap, GemmError> {
     let row_bytes = k * format.element_bytes();
-    encode(gpu, &TensorMapDesc {
-        element: element(format),
-        global_address: address,
-        sizes: &[k as u64, n as u64, count as u64],
-        strides_bytes: &[row_bytes as u64, (n * row_bytes) as u64],
-        box_sizes: &[row_elements(format), B_BOX_ROWS, 1],
-        swizzle128: true,
-        l2_promotion: L2Promotion::Bytes256,
-    })
+    encode(
+        gpu,
+        &TensorMapDesc {
+            element: element(format),
+            global_address: address,
+            sizes: &[k as u64, n as u64, count as u64],
+            strides_bytes: &[row_bytes as u64, (n * row_bytes) as u64],
+            box_sizes: &[row_elements(format), B_BOX_ROWS, 1],
+            swizzle128: true,
+            l2_promotion: L2Promotion::Bytes256,
+        },
+    )
 }
 
 /// Maps of one expert of a bank at `address`: (gate and up, down), boxes of 8 panels.
@@ -143,35 +154,43 @@ pub(crate) fn map_expert(
     address: u64,
 ) -> Result<(TensorMap, TensorMap), GemmError> {
     let map = |address: u64, units: usize, panels: usize, panel_bytes: usize| {
-        encode(gpu, &TensorMapDesc {
-            element: element(geometry.format),
-            global_address: address,
-            sizes: &[
-                u64::from(row_elements(geometry.format)),
-                PANEL_ROWS as u64,
-                units as u64,
-                panels as u64,
-                geometry.slices() as u64,
-            ],
-            strides_bytes: &[
-                UNIT_ROW_BYTES as u64,
-                UNIT_BYTES as u64,
-                panel_bytes as u64,
-                geometry.slice_bytes() as u64,
-            ],
-            box_sizes: &[
-                row_elements(geometry.format),
-                PANEL_ROWS as u32,
-                1,
-                B_BOX_ROWS / PANEL_ROWS as u32,
-                1,
-            ],
-            swizzle128: true,
-            l2_promotion: L2Promotion::Bytes256,
-        })
+        encode(
+            gpu,
+            &TensorMapDesc {
+                element: element(geometry.format),
+                global_address: address,
+                sizes: &[
+                    u64::from(row_elements(geometry.format)),
+                    PANEL_ROWS as u64,
+                    units as u64,
+                    panels as u64,
+                    geometry.slices() as u64,
+                ],
+                strides_bytes: &[
+                    UNIT_ROW_BYTES as u64,
+                    UNIT_BYTES as u64,
+                    panel_bytes as u64,
+                    geometry.slice_bytes() as u64,
+                ],
+                box_sizes: &[
+                    row_elements(geometry.format),
+                    PANEL_ROWS as u32,
+                    1,
+                    B_BOX_ROWS / PANEL_ROWS as u32,
+                    1,
+                ],
+                swizzle128: true,
+                l2_promotion: L2Promotion::Bytes256,
+            },
+        )
     };
     Ok((
-        map(address, geometry.hidden_units(), GATE_UP_PANELS, geometry.hidden_panel_bytes())?,
+        map(
+            address,
+            geometry.hidden_units(),
+            GATE_UP_PANELS,
+            geometry.hidden_panel_bytes(),
+        )?,
         map(
             address + geometry.down_offset() as u64,
             geometry.down_units(),

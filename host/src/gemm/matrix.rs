@@ -35,7 +35,9 @@ impl<'a, T: Pod> DeviceMatrix<'a, T> {
     ) -> Result<Self, GemmError> {
         let needed = match rows {
             0 => Some(0),
-            _ => (rows - 1).checked_mul(stride).and_then(|n| n.checked_add(columns)),
+            _ => (rows - 1)
+                .checked_mul(stride)
+                .and_then(|n| n.checked_add(columns)),
         };
         if stride < columns || needed.is_none_or(|n| n > buffer.len()) {
             return Err(GemmError::Shape {
@@ -46,7 +48,12 @@ impl<'a, T: Pod> DeviceMatrix<'a, T> {
                 ),
             });
         }
-        Ok(Self { buffer, rows, columns, stride })
+        Ok(Self {
+            buffer,
+            rows,
+            columns,
+            stride,
+        })
     }
 
     /// Number of rows.
@@ -81,7 +88,9 @@ impl<'a, T: Pod> DeviceMatrixMut<'a, T> {
         columns: usize,
         stride: usize,
     ) -> Result<Self, GemmError> {
-        Ok(Self { view: DeviceMatrix::new(buffer, rows, columns, stride)? })
+        Ok(Self {
+            view: DeviceMatrix::new(buffer, rows, columns, stride)?,
+        })
     }
 
     /// The same matrix, to be read.
@@ -163,7 +172,9 @@ impl<'a> Weights<'a> {
             WeightMemory::Device(buffer) => buffer.len(),
         };
         let row_bytes = k.checked_mul(format.element_bytes());
-        let needed = row_bytes.and_then(|r| r.checked_mul(n)).and_then(|m| m.checked_mul(count));
+        let needed = row_bytes
+            .and_then(|r| r.checked_mul(n))
+            .and_then(|m| m.checked_mul(count));
         if count == 0 || n == 0 || k == 0 || needed.is_none_or(|bytes| bytes > have) {
             return Err(GemmError::Shape {
                 what,
@@ -193,7 +204,14 @@ impl<'a> Weights<'a> {
                 ),
             });
         }
-        Ok(Self { memory, format, count, n, k, scales })
+        Ok(Self {
+            memory,
+            format,
+            count,
+            n,
+            k,
+            scales,
+        })
     }
 
     /// Bytes of one matrix.

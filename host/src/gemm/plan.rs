@@ -48,7 +48,11 @@ impl std::fmt::Display for Plan {
 /// The tile for groups of at most `max_rows` rows: up to 64 rows the weights are read once
 /// and no row tile is half empty.
 pub fn choose_tile(max_rows: usize) -> Tile {
-    if max_rows <= M64N256.m as usize { M64N256 } else { M128N128 }
+    if max_rows <= M64N256.m as usize {
+        M64N256
+    } else {
+        M128N128
+    }
 }
 
 /// The transfer for weights in pinned memory.

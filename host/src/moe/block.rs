@@ -162,25 +162,45 @@ pub struct BlockParts {
 impl BlockParts {
     fn check(&self) -> Result<(), MoeError> {
         let experts = self.experts.geometry();
-        let mismatch = |what, found, needed| MoeError::Parts { what, found, needed };
+        let mismatch = |what, found, needed| MoeError::Parts {
+            what,
+            found,
+            needed,
+        };
         if self.router.hidden() != experts.hidden {
-            return Err(mismatch("the router's width", self.router.hidden(), experts.hidden));
+            return Err(mismatch(
+                "the router's width",
+                self.router.hidden(),
+                experts.hidden,
+            ));
         }
         if self.router.experts() != experts.experts {
-            return Err(mismatch("the router's experts", self.router.experts(), experts.experts));
+            return Err(mismatch(
+                "the router's experts",
+                self.router.experts(),
+                experts.experts,
+            ));
         }
-        let Some((bank, gate)) = &self.shared else { return Ok(()) };
+        let Some((bank, gate)) = &self.shared else {
+            return Ok(());
+        };
         let shared = bank.geometry();
         if shared.hidden != experts.hidden {
-            return Err(mismatch("the shared expert's width", shared.hidden, experts.hidden));
+            return Err(mismatch(
+                "the shared expert's width",
+                shared.hidden,
+                experts.hidden,
+            ));
         }
         if shared.experts != 1 {
             return Err(mismatch("the shared bank's experts", shared.experts, 1));
         }
         match gate {
-            Some(gate) if gate.len() != experts.hidden => {
-                Err(mismatch("the shared gate's width", gate.len(), experts.hidden))
-            }
+            Some(gate) if gate.len() != experts.hidden => Err(mismatch(
+                "the shared gate's width",
+                gate.len(),
+                experts.hidden,
+            )),
             _ => Ok(()),
         }
     }
@@ -197,7 +217,10 @@ impl MoeBlock {
             router: parts.router,
             activation: parts.activation,
             experts: Arc::new(parts.experts),
-            shared: parts.shared.map(|(bank, gate)| Shared { bank: Arc::new(bank), gate }),
+            shared: parts.shared.map(|(bank, gate)| Shared {
+                bank: Arc::new(bank),
+                gate,
+            }),
             cpu,
             #[cfg(feature = "cuda")]
             gpu: None,
@@ -218,7 +241,13 @@ impl MoeBlock {
         ring_bytes: Option<usize>,
     ) -> Result<(), MoeError> {
         let shared = self.shared.as_ref().map(|shared| shared.bank.clone());
-        self.gpu = Some(GpuBlock::new(gpu, self.experts.clone(), shared, transfer, ring_bytes)?);
+        self.gpu = Some(GpuBlock::new(
+            gpu,
+            self.experts.clone(),
+            shared,
+            transfer,
+            ring_bytes,
+        )?);
         Ok(())
     }
 
@@ -233,8 +262,7 @@ impl MoeBlock {
         packed: impl Fn() + Sync,
     ) -> Result<Self, MoeError> {
         let (routed, shared) = geometries(layer, format);
-        let experts =
-            ExpertBank::plain(routed, |expert| RoutedExpert { layer, expert }, &packed)?;
+        let experts = ExpertBank::plain(routed, |expert| RoutedExpert { layer, expert }, &packed)?;
         let shared = shared
             .map(|geometry| ExpertBank::plain(geometry, |_| SharedExpert(layer), &packed))
             .transpose()?;
@@ -257,8 +285,12 @@ impl MoeBlock {
         packed: impl Fn() + Sync,
     ) -> Result<Self, MoeError> {
         let (routed, shared) = geometries(layer, format);
-        let experts =
-            ExpertBank::pinned(gpu, routed, |expert| RoutedExpert { layer, expert }, &packed)?;
+        let experts = ExpertBank::pinned(
+            gpu,
+            routed,
+            |expert| RoutedExpert { layer, expert },
+            &packed,
+        )?;
         let shared = shared
             .map(|geometry| ExpertBank::pinned(gpu, geometry, |_| SharedExpert(layer), &packed))
             .transpose()?;
@@ -317,7 +349,10 @@ impl MoeBlock {
         let start = std::time::Instant::now();
         let hidden = self.hidden();
         if x.len() % hidden != 0 {
-            return Err(MoeError::Input { len: x.len(), hidden });
+            return Err(MoeError::Input {
+                len: x.len(),
+                hidden,
+            });
         }
         let tokens = x.len() / hidden;
         if routing.weights.len() != routing.ids.len() {
@@ -327,10 +362,21 @@ impl MoeBlock {
                 needed: routing.ids.len(),
             });
         }
-        let packed =
-            pack(&routing.ids, tokens, routing.top_k, self.experts.geometry().experts, 1)?;
+        let packed = pack(
+            &routing.ids,
+            tokens,
+            routing.top_k,
+            self.experts.geometry().experts,
+            1,
+        )?;
         let shared_weights = self.shared_weights(x);
-        let forward = Forward { x, tokens, routing, packed: &packed, shared_weights };
+        let forward = Forward {
+            x,
+            tokens,
+            routing,
+            packed: &packed,
+            shared_weights,
+        };
         let (out, mut report) = match backend {
             Backend::Cpu => self.forward_cpu(&forward)?,
             Backend::Gpu | Backend::Both => self.forward_gpu(&forward, backend)?,
@@ -341,7 +387,9 @@ impl MoeBlock {
 
     /// Weight of the shared expert for each token.
     fn shared_weights(&self, x: &[f32]) -> Vec<f32> {
-        let Some(shared) = &self.shared else { return Vec::new() };
+        let Some(shared) = &self.shared else {
+            return Vec::new();
+        };
         let weight = |row: &[f32]| match &shared.gate {
             None => 1.0,
             // swish(1, z) = 1 / (1 + e^-z), the project's one exp.
@@ -361,7 +409,11 @@ impl MoeBlock {
     }
 
     fn cpu_kernel(&self) -> Vec<String> {
-        vec![self.cpu.kernel_name(self.experts.geometry().format).to_owned()]
+        vec![
+            self.cpu
+                .kernel_name(self.experts.geometry().format)
+                .to_owned(),
+        ]
     }
 
     /// y[rows of `groups`] on the CPU.
@@ -374,18 +426,36 @@ impl MoeBlock {
         let tokens: Vec<u32> = f.packed.source_token.iter().map(|&t| t as u32).collect();
         let groups: Vec<ExpertGroup<'_>> = groups
             .iter()
-            .map(|g| ExpertGroup { expert: g.expert, start: g.start, tokens: &tokens[g.start..g.end] })
+            .map(|g| ExpertGroup {
+                expert: g.expert,
+                start: g.start,
+                tokens: &tokens[g.start..g.end],
+            })
             .collect();
-        Ok(self.cpu.expert_ffn(self.experts.view()?, self.activation, f.x, &groups, y)?)
+        Ok(self
+            .cpu
+            .expert_ffn(self.experts.view()?, self.activation, f.x, &groups, y)?)
     }
 
     /// The shared expert's rows [T, H] on the CPU.
     fn cpu_shared(&self, f: &Forward<'_>) -> Result<Option<Vec<f32>>, MoeError> {
-        let Some(shared) = &self.shared else { return Ok(None) };
+        let Some(shared) = &self.shared else {
+            return Ok(None);
+        };
         let tokens: Vec<u32> = (0..f.tokens as u32).collect();
-        let group = ExpertGroup { expert: 0, start: 0, tokens: &tokens };
+        let group = ExpertGroup {
+            expert: 0,
+            start: 0,
+            tokens: &tokens,
+        };
         let mut rows = vec![0.0; f.x.len()];
-        self.cpu.expert_ffn(shared.bank.view()?, self.activation, f.x, &[group], &mut rows)?;
+        self.cpu.expert_ffn(
+            shared.bank.view()?,
+            self.activation,
+            f.x,
+            &[group],
+            &mut rows,
+        )?;
         Ok(Some(rows))
     }
 
@@ -416,7 +486,10 @@ impl MoeBlock {
         gpu_experts: usize,
     ) -> ForwardReport {
         let routed = (cpu_experts + gpu_experts) * self.experts.geometry().expert_bytes();
-        let shared = self.shared.as_ref().map_or(0, |s| s.bank.geometry().expert_bytes());
+        let shared = self
+            .shared
+            .as_ref()
+            .map_or(0, |s| s.bank.geometry().expert_bytes());
         ForwardReport {
             backend,
             kernels,
@@ -433,7 +506,10 @@ impl MoeBlock {
         _: &Forward<'_>,
         _: Backend,
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
-        Err(MoeError::Backend { backend: "gpu", reason: "built without the cuda feature".into() })
+        Err(MoeError::Backend {
+            backend: "gpu",
+            reason: "built without the cuda feature".into(),
+        })
     }
 
     #[cfg(feature = "cuda")]
@@ -451,7 +527,10 @@ impl MoeBlock {
         let result = match backend {
             Backend::Both => self.forward_both(f, &mut gpu),
             Backend::Cpu | Backend::Gpu => gpu.forward(f, self.activation).map(|(out, kernels)| {
-                (out, self.report(Backend::Gpu, kernels, 0, f.packed.groups.len()))
+                (
+                    out,
+                    self.report(Backend::Gpu, kernels, 0, f.packed.groups.len()),
+                )
             }),
         };
         self.gpu = Some(gpu);
@@ -466,16 +545,21 @@ impl MoeBlock {
         f: &Forward<'_>,
         gpu: &mut GpuBlock,
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
-        let (large, small): (Vec<GroupRange>, Vec<GroupRange>) =
-            f.packed.groups.iter().partition(|g| g.end - g.start >= BOTH_THRESHOLD_ROWS);
+        let (large, small): (Vec<GroupRange>, Vec<GroupRange>) = f
+            .packed
+            .groups
+            .iter()
+            .partition(|g| g.end - g.start >= BOTH_THRESHOLD_ROWS);
         let shared_on_gpu = f.tokens >= BOTH_THRESHOLD_ROWS;
         let mut y = vec![0.0; f.packed.rows * self.hidden()];
         let mut kernels = self.cpu_kernel();
         let pending = gpu.start(f, &large, shared_on_gpu, self.activation)?;
-        let on_cpu = self.cpu_experts(f, &small, &mut y).and_then(|()| match shared_on_gpu {
-            true => Ok(None),
-            false => self.cpu_shared(f),
-        });
+        let on_cpu = self
+            .cpu_experts(f, &small, &mut y)
+            .and_then(|()| match shared_on_gpu {
+                true => Ok(None),
+                false => self.cpu_shared(f),
+            });
         // The GPU's work is waited for whether or not the CPU's succeeded.
         let on_gpu = gpu.finish(f, &large, shared_on_gpu, &mut y);
         let shared = match (on_cpu?, on_gpu?) {
@@ -484,7 +568,10 @@ impl MoeBlock {
         };
         kernels.extend(pending);
         let out = self.combine(f, &y, shared.as_deref())?;
-        Ok((out, self.report(Backend::Both, kernels, small.len(), large.len())))
+        Ok((
+            out,
+            self.report(Backend::Both, kernels, small.len(), large.len()),
+        ))
     }
 }
 

@@ -142,7 +142,8 @@ impl GpuExperts {
         let Some(host) = bank.device_address() else {
             return Err(MoeError::Backend {
                 backend: "gpu",
-                reason: "the expert bank is in ordinary memory; build it with ExpertBank::pinned".into(),
+                reason: "the expert bank is in ordinary memory; build it with ExpertBank::pinned"
+                    .into(),
             });
         };
         let experts = geometry.experts;
@@ -151,7 +152,14 @@ impl GpuExperts {
             Transfer::Resident => {
                 let copy = DeviceBuffer::from_slice(gpu, bank.bytes())?;
                 let base = copy.as_raw();
-                (Source::InPlace { _resident: Some(copy) }, base, experts, transfer)
+                (
+                    Source::InPlace {
+                        _resident: Some(copy),
+                    },
+                    base,
+                    experts,
+                    transfer,
+                )
             }
             Transfer::Auto | Transfer::Staged => {
                 let slot_cells = (ring_bytes / RING_SLOTS / geometry.expert_bytes()).min(experts);
@@ -165,7 +173,12 @@ impl GpuExperts {
                 let ring = Ring::new(gpu, RING_SLOTS, slot_cells * geometry.expert_bytes())?;
                 let base = ring.address();
                 let count = RING_SLOTS * slot_cells;
-                (Source::Ring { ring, slot_cells }, base, count, Transfer::Staged)
+                (
+                    Source::Ring { ring, slot_cells },
+                    base,
+                    count,
+                    Transfer::Staged,
+                )
             }
         };
         let module = gpu.module(FAMILY)?;
@@ -199,7 +212,8 @@ impl GpuExperts {
     /// If the driver fails.
     pub fn poison_scratch(&mut self) -> Result<(), DriverError> {
         fn poison<T: Pod>(slot: &mut Option<DeviceBuffer<T>>) -> Result<(), DriverError> {
-            slot.as_mut().map_or(Ok(()), |buffer| buffer.fill_bytes(0xff))
+            slot.as_mut()
+                .map_or(Ok(()), |buffer| buffer.fill_bytes(0xff))
         }
         let s = &mut self.scratch;
         poison(&mut s.source)?;
@@ -234,7 +248,10 @@ impl GpuExperts {
         let geometry = self.bank.geometry();
         let rows = packed.rows;
         if y.len() < rows * geometry.hidden {
-            return Err(MoeError::Input { len: y.len(), hidden: geometry.hidden });
+            return Err(MoeError::Input {
+                len: y.len(),
+                hidden: geometry.hidden,
+            });
         }
         if groups.is_empty() {
             return Ok(ExpertsPlan::default());
@@ -249,17 +266,29 @@ impl GpuExperts {
         let copies = match &self.source {
             Source::InPlace { .. } => Vec::new(),
             Source::Ring { .. } => chunks(&used, 1, expert_bytes, 1, CHUNK_BYTES, slot_bytes)
-                .ok_or(MoeError::Ring { ring_bytes: slot_bytes * RING_SLOTS, slots: RING_SLOTS, expert_bytes })?,
+                .ok_or(MoeError::Ring {
+                    ring_bytes: slot_bytes * RING_SLOTS,
+                    slots: RING_SLOTS,
+                    expert_bytes,
+                })?,
         };
         let pieces: Vec<Range<usize>> = if copies.is_empty() {
             std::iter::once(0..groups.len()).collect()
         } else {
             let at = |expert: usize| groups.partition_point(|g| g.expert < expert);
-            copies.iter().map(|c| at(c.weights.start)..at(c.weights.end)).collect()
+            copies
+                .iter()
+                .map(|c| at(c.weights.start)..at(c.weights.end))
+                .collect()
         };
         let mut device_groups: Vec<Group> = groups
             .iter()
-            .map(|g| Group { start: g.start as u32, end: g.end as u32, weight: g.expert as u32, reserved: 0 })
+            .map(|g| Group {
+                start: g.start as u32,
+                end: g.end as u32,
+                weight: g.expert as u32,
+                reserved: 0,
+            })
             .collect();
         if let Source::Ring { ring, slot_cells } = &self.source {
             for (i, (copy, piece)) in copies.iter().zip(&pieces).enumerate() {
@@ -277,7 +306,8 @@ impl GpuExperts {
                 let slot = match (&mut self.source, copies.get(i)) {
                     (Source::Ring { ring, .. }, Some(copy)) => {
                         let slot = ring.begin()?;
-                        let bytes = copy.weights.start * expert_bytes..copy.weights.end * expert_bytes;
+                        let bytes =
+                            copy.weights.start * expert_bytes..copy.weights.end * expert_bytes;
                         ring.copy(slot, 0, &self.bank.bytes()[bytes])?;
                         ring.finish(slot, stream)?;
                         Some(slot)
@@ -289,7 +319,11 @@ impl GpuExperts {
                     ring.release(slot, stream)?;
                 }
             }
-            Ok(ExpertsPlan { kernels, chunks: copies.len(), weight_bytes: used.len() * expert_bytes })
+            Ok(ExpertsPlan {
+                kernels,
+                chunks: copies.len(),
+                weight_bytes: used.len() * expert_bytes,
+            })
         }
     }
 
@@ -323,7 +357,10 @@ impl GpuExperts {
         let (h_pad, i_pad) = (geometry.hidden_padded(), geometry.intermediate_padded());
         let s = &mut self.scratch;
         let source = grown(&mut s.source, gpu, rows)?;
-        let words: Vec<u32> = groups.iter().flat_map(|g| [g.start, g.end, g.weight, 0]).collect();
+        let words: Vec<u32> = groups
+            .iter()
+            .flat_map(|g| [g.start, g.end, g.weight, 0])
+            .collect();
         let group_list = grown(&mut s.groups, gpu, words.len())?;
         // SAFETY: copies from pageable memory have left it when the calls return; stream
         // order keeps them behind the kernels of earlier calls.
@@ -334,7 +371,11 @@ impl GpuExperts {
         let blocks = geometry.hidden_blocks().max(1);
         let a = grown(&mut s.a, gpu, rows * h_pad * es)?;
         let a_scales = grown(&mut s.a_scales, gpu, rows * blocks)?;
-        let gate_up = grown(&mut s.gate_up, gpu, rows * geometry.slices() * SLICE_COLUMNS)?;
+        let gate_up = grown(
+            &mut s.gate_up,
+            gpu,
+            rows * geometry.slices() * SLICE_COLUMNS,
+        )?;
         let h = grown(&mut s.h, gpu, rows * i_pad * es)?;
         let h_scales = grown(&mut s.h_scales, gpu, rows * geometry.slices())?;
         let mut pack = PackRowsArgs {
@@ -375,7 +416,12 @@ impl GpuExperts {
     ) -> Result<Vec<&'static str>, MoeError> {
         let geometry = self.bank.geometry();
         let list = &groups[piece.clone()];
-        let tile = choose_tile(list.iter().map(|g| (g.end - g.start) as usize).max().unwrap_or(0));
+        let tile = choose_tile(
+            list.iter()
+                .map(|g| (g.end - g.start) as usize)
+                .max()
+                .unwrap_or(0),
+        );
         let group_address = call.groups + (piece.start * size_of::<Group>()) as u64;
         let rows = list[0].start..list[list.len() - 1].end;
         let mut gate_up = gate_up_args(&geometry, &self.cells, call);
@@ -542,5 +588,13 @@ unsafe fn launch_rows<A>(
 ) -> Result<(), DriverError> {
     let mut params = [std::ptr::from_mut(args).cast::<c_void>()];
     // SAFETY: the caller's contract.
-    unsafe { kernel.launch(grid, (ROW_THREADS, 1, 1), REDUCE_BYTES, stream.as_raw(), &mut params) }
+    unsafe {
+        kernel.launch(
+            grid,
+            (ROW_THREADS, 1, 1),
+            REDUCE_BYTES,
+            stream.as_raw(),
+            &mut params,
+        )
+    }
 }

@@ -72,12 +72,21 @@ impl GpuBlock {
             shared.poison_scratch()?;
         }
         let b = &mut self.buffers;
-        for buffer in
-            [&mut b.x, &mut b.y, &mut b.shared, &mut b.shared_weights, &mut b.weights, &mut b.out]
-        {
-            buffer.as_mut().map_or(Ok(()), |buffer| buffer.fill_bytes(0xff))?;
+        for buffer in [
+            &mut b.x,
+            &mut b.y,
+            &mut b.shared,
+            &mut b.shared_weights,
+            &mut b.weights,
+            &mut b.out,
+        ] {
+            buffer
+                .as_mut()
+                .map_or(Ok(()), |buffer| buffer.fill_bytes(0xff))?;
         }
-        b.output_index.as_mut().map_or(Ok(()), |buffer| buffer.fill_bytes(0xff))
+        b.output_index
+            .as_mut()
+            .map_or(Ok(()), |buffer| buffer.fill_bytes(0xff))
     }
 
     /// Starts y[rows of `groups`] and, if `with_shared`, the shared expert's rows.
@@ -111,12 +120,12 @@ impl GpuBlock {
         unsafe {
             x.copy_from_host_async(0, f.x, &self.stream)?;
             let mut plan =
-                self.experts.enqueue(x, f.packed, groups, activation, y, &self.stream)?;
+                self.experts
+                    .enqueue(x, f.packed, groups, activation, y, &self.stream)?;
             if let (true, Some(shared)) = (with_shared, &mut self.shared) {
                 let rows = grown(&mut b.shared, gpu, f.x.len())?;
                 let all = every_token(f.tokens);
-                let more =
-                    shared.enqueue(x, &all, &all.groups, activation, rows, &self.stream)?;
+                let more = shared.enqueue(x, &all, &all.groups, activation, rows, &self.stream)?;
                 plan.kernels.extend(more.kernels);
             }
             plan.kernels.sort_unstable();
@@ -199,7 +208,8 @@ impl GpuBlock {
             let columns = (self.hidden as u32).div_ceil(COMBINE_THREADS);
             let grid = (f.tokens as u32, columns, 1);
             let stream = self.stream.as_raw();
-            self.combine.launch(grid, (COMBINE_THREADS, 1, 1), 0, stream, &mut params)?;
+            self.combine
+                .launch(grid, (COMBINE_THREADS, 1, 1), 0, stream, &mut params)?;
         }
         Ok(())
     }
@@ -232,7 +242,11 @@ fn every_token(tokens: usize) -> Packed {
         source_token: (0..tokens as i32).collect(),
         groups: match tokens {
             0 => Vec::new(),
-            _ => vec![GroupRange { expert: 0, start: 0, end: tokens }],
+            _ => vec![GroupRange {
+                expert: 0,
+                start: 0,
+                end: tokens,
+            }],
         },
     }
 }
@@ -255,7 +269,11 @@ mod tests {
 
     #[test]
     fn neighbouring_rows_are_fetched_together() {
-        let group = |start, end| GroupRange { expert: 0, start, end };
+        let group = |start, end| GroupRange {
+            expert: 0,
+            start,
+            end,
+        };
         assert_eq!(runs(&[group(0, 3), group(3, 5), group(7, 8)]), [0..5, 7..8]);
     }
 }

@@ -36,7 +36,10 @@ pub fn chunks(
         for &weight in used {
             for first in (0..rows).step_by(step) {
                 let rows = first..(first + step).min(rows);
-                out.push(Chunk { weights: weight..weight + 1, rows });
+                out.push(Chunk {
+                    weights: weight..weight + 1,
+                    rows,
+                });
             }
         }
         return Some(out);
@@ -50,7 +53,10 @@ pub fn chunks(
             {
                 last.weights.end += 1;
             }
-            _ => out.push(Chunk { weights: weight..weight + 1, rows: 0..rows }),
+            _ => out.push(Chunk {
+                weights: weight..weight + 1,
+                rows: 0..rows,
+            }),
         }
     }
     Some(out)

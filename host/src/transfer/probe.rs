@@ -47,12 +47,22 @@ pub fn measure_link(gpu: &Gpu, bytes: usize) -> Result<LinkRates, DriverError> {
         Ok::<f64, DriverError>(bytes as f64 / seconds[ROUNDS / 2] / 1e9)
     };
     let read = |source: u64| {
-        let mut args = ReadArgs { source, vectors: bytes as u64 / 16, sink: sink.as_raw() };
+        let mut args = ReadArgs {
+            source,
+            vectors: bytes as u64 / 16,
+            sink: sink.as_raw(),
+        };
         let mut params = [(&raw mut args).cast::<c_void>()];
         // SAFETY: the kernel reads `bytes` at `source`, which both callers allocated, and
         // may write one word at `sink`.
         unsafe {
-            kernel.launch((gpu.sm_count() * 8, 1, 1), (256, 1, 1), 0, stream.as_raw(), &mut params)
+            kernel.launch(
+                (gpu.sm_count() * 8, 1, 1),
+                (256, 1, 1),
+                0,
+                stream.as_raw(),
+                &mut params,
+            )
         }
     };
     Ok(LinkRates {

@@ -37,7 +37,11 @@ impl Ring {
                 reason: format!("slots of {slot_bytes} bytes are not a multiple of {SLOT_ALIGN}"),
             });
         }
-        let events = || (0..slots).map(|_| Event::untimed(gpu)).collect::<Result<Vec<_>, _>>();
+        let events = || {
+            (0..slots)
+                .map(|_| Event::untimed(gpu))
+                .collect::<Result<Vec<_>, _>>()
+        };
         Ok(Self {
             buffer: DeviceBuffer::alloc(gpu, slots * slot_bytes)?,
             slot_bytes,
@@ -87,8 +91,16 @@ impl Ring {
     /// # Safety
     /// `source` must be pinned, stay alive and unchanged until the copy is done, and `slot`
     /// must come from [`Ring::begin`] with [`Ring::finish`] still to come.
-    pub unsafe fn copy(&self, slot: usize, offset: usize, source: &[u8]) -> Result<(), DriverError> {
-        if offset.checked_add(source.len()).is_none_or(|end| end > self.slot_bytes) {
+    pub unsafe fn copy(
+        &self,
+        slot: usize,
+        offset: usize,
+        source: &[u8],
+    ) -> Result<(), DriverError> {
+        if offset
+            .checked_add(source.len())
+            .is_none_or(|end| end > self.slot_bytes)
+        {
             return Err(DriverError::InvalidArgument {
                 call: "Ring::copy",
                 reason: format!(
@@ -100,7 +112,8 @@ impl Ring {
         }
         // SAFETY: the range is inside the slot; the caller answers for the source and the order.
         unsafe {
-            self.buffer.copy_from_host_async(slot * self.slot_bytes + offset, source, &self.copies)
+            self.buffer
+                .copy_from_host_async(slot * self.slot_bytes + offset, source, &self.copies)
         }
     }
 

@@ -24,10 +24,17 @@ unsafe fn hidden(args: &ActivateArgs) -> f32 {
     let column = slice * 2 * ROW_THREADS + i / 16 * 32 + i % 16;
     let base = args.gate_up + (row * (args.slices * 2 * ROW_THREADS) as u64 + column as u64) * 4;
     // SAFETY: row and column are inside the product.
-    let (gate, up) =
-        unsafe { (global::load_read_only_f32(base), global::load_read_only_f32(base + 16 * 4)) };
+    let (gate, up) = unsafe {
+        (
+            global::load_read_only_f32(base),
+            global::load_read_only_f32(base + 16 * 4),
+        )
+    };
     let activation = if args.clamped != 0 {
-        Activation::ClampedSwiGlu { limit: args.limit, alpha: args.alpha }
+        Activation::ClampedSwiGlu {
+            limit: args.limit,
+            alpha: args.alpha,
+        }
     } else {
         Activation::SwiGlu
     };
@@ -65,7 +72,10 @@ pub(crate) unsafe fn activate_s8(args: ActivateArgs) {
         let scale = int8::per_row_scale(f32::from_bits(amax));
         let element = index(&args);
         if thread::thread_idx_x() == 0 {
-            global::store(args.scales + element / ROW_THREADS as u64 * 4, scale.to_bits());
+            global::store(
+                args.scales + element / ROW_THREADS as u64 * 4,
+                scale.to_bits(),
+            );
         }
         global::store_u8(args.h + element, int8::encode(h, 1.0 / scale) as u32);
     }

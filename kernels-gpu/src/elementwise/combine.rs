@@ -26,14 +26,22 @@ pub(crate) unsafe fn combine_f32(args: CombineArgs) {
             if row >= 0 {
                 let weight = global::load_read_only_f32(args.weights + index);
                 let element = row as u64 * args.hidden as u64 + column as u64;
-                sum = fma(weight, global::load_read_only_f32(args.y + element * 4), sum);
+                sum = fma(
+                    weight,
+                    global::load_read_only_f32(args.y + element * 4),
+                    sum,
+                );
             }
             slot += 1;
         }
         let element = token * args.hidden as u64 + column as u64;
         if args.shared != 0 {
             let weight = global::load_read_only_f32(args.shared_weights + token * 4);
-            sum = fma(weight, global::load_read_only_f32(args.shared + element * 4), sum);
+            sum = fma(
+                weight,
+                global::load_read_only_f32(args.shared + element * 4),
+                sum,
+            );
         }
         global::store(args.out + element * 4, sum.to_bits());
     }

@@ -102,7 +102,10 @@ pub(crate) unsafe fn pack_rows_s8_blocks(args: PackRowsArgs) {
                 global::store(args.scales + index * 4, scale.to_bits());
             }
             let code = int8::encode(x, 1.0 / scale);
-            global::store_u8(args.out + packed * args.padded as u64 + k as u64, code as u32);
+            global::store_u8(
+                args.out + packed * args.padded as u64 + k as u64,
+                code as u32,
+            );
             block += 1;
         }
     }

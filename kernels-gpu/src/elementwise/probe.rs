@@ -22,8 +22,7 @@ pub(crate) unsafe fn read_probe(args: ReadArgs) {
     // SAFETY: every index read is below `vectors`.
     unsafe {
         while index + (IN_FLIGHT - 1) * threads < args.vectors {
-            let load =
-                |i: u64| global::load_read_only_v4(args.source + (index + i * threads) * 16);
+            let load = |i: u64| global::load_read_only_v4(args.source + (index + i * threads) * 16);
             // All four are asked for before the first is used.
             let words = [load(0), load(1), load(2), load(3)];
             mix ^= fold(words[0]) ^ fold(words[1]) ^ fold(words[2]) ^ fold(words[3]);

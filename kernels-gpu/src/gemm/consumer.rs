@@ -24,13 +24,22 @@ pub(super) unsafe fn run<S: Scaling>(
     mut walker: TileWalker<DeviceGroups>,
     mut ring: Ring,
 ) {
-    let (m_part, n_part) = if tile.consumers_m() == 1 { (0, consumer) } else { (consumer, 0) };
+    let (m_part, n_part) = if tile.consumers_m() == 1 {
+        (0, consumer)
+    } else {
+        (consumer, 0)
+    };
     let a0 = wgmma::descriptor(ring.base + m_part * WARPGROUP_M * STEP_BYTES);
     let b0 = wgmma::descriptor(ring.base + tile.a_bytes() + n_part * WARPGROUP_N * STEP_BYTES);
     let staging = ring.base + tile.staging_offset() + consumer * crate::tile::STAGING_BYTES;
     while let Some(coord) = walker.next_tile() {
-        let fragment =
-            Fragment::new(coord, m_part * WARPGROUP_M, n_part * WARPGROUP_N, thread, args);
+        let fragment = Fragment::new(
+            coord,
+            m_part * WARPGROUP_M,
+            n_part * WARPGROUP_N,
+            thread,
+            args,
+        );
         // SAFETY: the caller's contract carries over; stages are used between their full
         // barrier and their release.
         unsafe {
@@ -90,7 +99,10 @@ unsafe fn plain_sum<S: Scaling>(
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "one phase of `run`, split off for reading")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one phase of `run`, split off for reading"
+)]
 unsafe fn scaled_sum<S: Scaling>(
     tile: Tile,
     thread: u32,

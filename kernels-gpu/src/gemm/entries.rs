@@ -26,7 +26,12 @@ impl Groups for DeviceGroups {
         // SAFETY: index is below count, and the host wrote `count` groups before the launch.
         let [start, end, weight, reserved] =
             unsafe { global::load_read_only_v4(self.address + index as u64 * 16) };
-        Group { start, end, weight, reserved }
+        Group {
+            start,
+            end,
+            weight,
+            reserved,
+        }
     }
 }
 
@@ -56,7 +61,13 @@ impl Ring {
     #[inline(always)]
     fn new(base: u32, tile: Tile) -> Self {
         let barriers = base + tile.barrier_offset();
-        Self { base, barriers, stages: tile.stages, slot: 0, phase: 0 }
+        Self {
+            base,
+            barriers,
+            stages: tile.stages,
+            slot: 0,
+            phase: 0,
+        }
     }
 
     /// Barrier that completes when the stage's bytes have landed.
@@ -95,12 +106,7 @@ const CONSUMER_REGISTERS: u32 = 232;
 /// Launched with `tile::THREADS` threads and the tile's shared memory, and with arguments
 /// that keep [`GemmArgs`]'s promises.
 #[inline(always)]
-unsafe fn grouped_gemm<S: Scaling>(
-    tile: Tile,
-    operands: Operands,
-    maps: Maps,
-    args: &GemmArgs,
-) {
+unsafe fn grouped_gemm<S: Scaling>(tile: Tile, operands: Operands, maps: Maps, args: &GemmArgs) {
     // SAFETY: the host refuses K = 0; knowing it keeps the K loops free of an empty case.
     unsafe { core::hint::assert_unchecked(args.k_steps > 0) };
     let thread = thread::thread_idx_x();
@@ -118,7 +124,10 @@ unsafe fn grouped_gemm<S: Scaling>(
         }
         thread::sync_threads();
         ring.slot = 0;
-        let groups = DeviceGroups { address: args.groups, count: args.group_count };
+        let groups = DeviceGroups {
+            address: args.groups,
+            count: args.group_count,
+        };
         let walker = TileWalker::new(
             groups,
             args.n,
@@ -150,18 +159,61 @@ macro_rules! entry {
             #[grid_constant] b_map: &TensorMap,
             args: GemmArgs,
         ) {
-            let maps = Maps { a: a_map.address(), b: b_map.address() };
+            let maps = Maps {
+                a: a_map.address(),
+                b: b_map.address(),
+            };
             // SAFETY: the launcher keeps the kernel's contract.
             unsafe { grouped_gemm::<$scaling>($tile, $operands, maps, &args) }
         }
     };
 }
 
-entry!(sm90_bf16_grouped_gemm_128x128x64, Bf16, Operands::Bf16, M128N128);
-entry!(sm90_bf16_grouped_gemm_64x256x64, Bf16, Operands::Bf16, M64N256);
-entry!(sm90_s8_per_row_grouped_gemm_128x128x128, Int8PerRow, Operands::Int8PerRow, M128N128);
-entry!(sm90_s8_per_row_grouped_gemm_64x256x128, Int8PerRow, Operands::Int8PerRow, M64N256);
-entry!(sm90_s8_slices_grouped_gemm_128x128x128, Int8Slices, Operands::Int8Slices, M128N128);
-entry!(sm90_s8_slices_grouped_gemm_64x256x128, Int8Slices, Operands::Int8Slices, M64N256);
-entry!(sm90_s8_blocks_grouped_gemm_128x128x128, Int8Blocks, Operands::Int8Blocks, M128N128);
-entry!(sm90_s8_blocks_grouped_gemm_64x256x128, Int8Blocks, Operands::Int8Blocks, M64N256);
+entry!(
+    sm90_bf16_grouped_gemm_128x128x64,
+    Bf16,
+    Operands::Bf16,
+    M128N128
+);
+entry!(
+    sm90_bf16_grouped_gemm_64x256x64,
+    Bf16,
+    Operands::Bf16,
+    M64N256
+);
+entry!(
+    sm90_s8_per_row_grouped_gemm_128x128x128,
+    Int8PerRow,
+    Operands::Int8PerRow,
+    M128N128
+);
+entry!(
+    sm90_s8_per_row_grouped_gemm_64x256x128,
+    Int8PerRow,
+    Operands::Int8PerRow,
+    M64N256
+);
+entry!(
+    sm90_s8_slices_grouped_gemm_128x128x128,
+    Int8Slices,
+    Operands::Int8Slices,
+    M128N128
+);
+entry!(
+    sm90_s8_slices_grouped_gemm_64x256x128,
+    Int8Slices,
+    Operands::Int8Slices,
+    M64N256
+);
+entry!(
+    sm90_s8_blocks_grouped_gemm_128x128x128,
+    Int8Blocks,
+    Operands::Int8Blocks,
+    M128N128
+);
+entry!(
+    sm90_s8_blocks_grouped_gemm_64x256x128,
+    Int8Blocks,
+    Operands::Int8Blocks,
+    M64N256
+);

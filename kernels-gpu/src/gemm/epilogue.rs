@@ -30,7 +30,13 @@ pub(super) struct Fragment {
 impl Fragment {
     /// The fragment of `thread` (0..128) in the warpgroup at (`row`, `column`) of a tile.
     #[inline(always)]
-    pub(super) fn new(coord: TileCoord, row: u32, column: u32, thread: u32, args: &GemmArgs) -> Self {
+    pub(super) fn new(
+        coord: TileCoord,
+        row: u32,
+        column: u32,
+        thread: u32,
+        args: &GemmArgs,
+    ) -> Self {
         let lane = thread % 32;
         let warpgroup_row = coord.row + row;
         let warpgroup_column = coord.column + column;
@@ -67,7 +73,10 @@ impl Fragment {
     /// computed from them inside a loop stays there, and out of the registers around it.
     #[inline(always)]
     pub(super) fn reload(&self) -> Self {
-        Self { column: convert::opaque(self.column), ..*self }
+        Self {
+            column: convert::opaque(self.column),
+            ..*self
+        }
     }
 
     /// Offset in a table of the fragment's column `8j + i`, from the warpgroup's first one;
@@ -90,7 +99,10 @@ impl Fragment {
         let row = self.rows[i / 2];
         let column = self.column + 8 * j as u32 + (i & 1) as u32;
         let exists = row < self.row_end && column < args.n;
-        (exists, args.d + (row as u64 * args.d_stride + column as u64) * 4)
+        (
+            exists,
+            args.d + (row as u64 * args.d_stride + column as u64) * 4,
+        )
     }
 
     /// Applies what enters at the end of K: scales of rows and columns, bias.
@@ -102,7 +114,11 @@ impl Fragment {
         // SAFETY: the caller's promise covers all addresses.
         unsafe {
             if S::COLUMNS_AT_END {
-                let a_scale = if S::PER_STEP { [1.0; 2] } else { self.a_scales(args, 0) };
+                let a_scale = if S::PER_STEP {
+                    [1.0; 2]
+                } else {
+                    self.a_scales(args, 0)
+                };
                 for j in 0..16 {
                     for i in 0..4 {
                         let b_scale =
@@ -119,8 +135,7 @@ impl Fragment {
             if args.bias.base != 0 {
                 for j in 0..16 {
                     for i in 0..4 {
-                        let offset =
-                            self.table_offset(args, args.bias.column_stride, j, i & 1);
+                        let offset = self.table_offset(args, args.bias.column_stride, j, i & 1);
                         sums[4 * j + i] += global::load_read_only_f32(self.bias + offset);
                     }
                 }
@@ -222,11 +237,9 @@ impl Fragment {
                 let d_row = self.warpgroup_row + row;
                 let column = self.warpgroup_column + chunk * 8;
                 if d_row < self.row_end && column < args.n {
-                    let source =
-                        staging + chunk / 8 * HALF_BYTES + swizzled_chunk(row, chunk % 8);
+                    let source = staging + chunk / 8 * HALF_BYTES + swizzled_chunk(row, chunk % 8);
                     let value = shared::load_v4(source);
-                    let address =
-                        args.d + (d_row as u64 * args.d_stride + column as u64) * 2;
+                    let address = args.d + (d_row as u64 * args.d_stride + column as u64) * 2;
                     if vector {
                         global::store_v4(address, value);
                     } else {

@@ -50,7 +50,13 @@ unsafe fn load_a(tile: Tile, stage: u32, map: u64, k: u32, row: u32, full: u32) 
     unsafe {
         tma::load_2d(stage, map, k, row, full);
         if tile.m > A_BOX_ROWS {
-            tma::load_2d(stage + A_BOX_ROWS * STEP_BYTES, map, k, row + A_BOX_ROWS, full);
+            tma::load_2d(
+                stage + A_BOX_ROWS * STEP_BYTES,
+                map,
+                k,
+                row + A_BOX_ROWS,
+                full,
+            );
         }
     }
 }
@@ -58,7 +64,10 @@ unsafe fn load_a(tile: Tile, stage: u32, map: u64, k: u32, row: u32, full: u32) 
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "one phase of `run`, split off for reading")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one phase of `run`, split off for reading"
+)]
 unsafe fn load_b(
     tile: Tile,
     stage: u32,

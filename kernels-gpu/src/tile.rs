@@ -112,7 +112,7 @@ const _: () = {
     while i < tiles.len() {
         let t = tiles[i];
         assert!(t.shared_bytes() <= SM90_SHARED);
-        assert!(t.a_bytes() % 1024 == 0 && t.b_bytes() % 1024 == 0);
+        assert!(t.a_bytes().is_multiple_of(1024) && t.b_bytes().is_multiple_of(1024));
         assert!(t.m * t.n == CONSUMERS * WARPGROUP_M * WARPGROUP_N);
         i += 1;
     }

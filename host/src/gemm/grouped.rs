@@ -368,9 +368,9 @@ impl<'a> Problem<'a> {
         let (a_map, a_scales, a_scale_stride) = map_activations(gpu, a, b.format)?;
         let d_bytes = d.element_bytes();
         let vector_bytes = if d_bytes == 2 { 16 } else { 8 };
-        let vector = d.address() % vector_bytes as u64 == 0
-            && (d.stride() * d_bytes) % vector_bytes == 0
-            && (b.n * d_bytes) % vector_bytes == 0;
+        let vector = d.address().is_multiple_of(vector_bytes as u64)
+            && (d.stride() * d_bytes).is_multiple_of(vector_bytes)
+            && (b.n * d_bytes).is_multiple_of(vector_bytes);
         let mut flags = if vector { gemm_flags::D_VECTOR } else { 0 };
         flags |= if d_bytes == 2 { gemm_flags::D_BF16 } else { 0 };
         let b_scales = b.scales.map_or(ColumnTable::NONE, |scales| ColumnTable {
@@ -503,7 +503,7 @@ fn map_activations(
     format: WeightFormat,
 ) -> Result<(TensorMap, u64, u32), GemmError> {
     let aligned = |stride_bytes: usize| {
-        if stride_bytes % 16 == 0 {
+        if stride_bytes.is_multiple_of(16) {
             return Ok(());
         }
         Err(GemmError::Unsupported {

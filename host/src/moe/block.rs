@@ -348,7 +348,7 @@ impl MoeBlock {
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
         let start = std::time::Instant::now();
         let hidden = self.hidden();
-        if x.len() % hidden != 0 {
+        if !x.len().is_multiple_of(hidden) {
             return Err(MoeError::Input {
                 len: x.len(),
                 hidden,

@@ -545,7 +545,7 @@ fn down_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs {
         block_stride: block_stride as u64,
         ..ColumnTable::NONE
     };
-    let vector = geometry.hidden % 2 == 0;
+    let vector = geometry.hidden.is_multiple_of(2);
     GemmArgs {
         groups: 0,
         b_maps: cells.down_maps.as_raw(),

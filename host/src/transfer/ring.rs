@@ -31,7 +31,7 @@ impl Ring {
     /// # Errors
     /// If `slot_bytes` is not a multiple of 256 or the device has no room.
     pub fn new(gpu: &Gpu, slots: usize, slot_bytes: usize) -> Result<Self, DriverError> {
-        if slot_bytes % SLOT_ALIGN != 0 {
+        if !slot_bytes.is_multiple_of(SLOT_ALIGN) {
             return Err(DriverError::InvalidArgument {
                 call: "Ring::new",
                 reason: format!("slots of {slot_bytes} bytes are not a multiple of {SLOT_ALIGN}"),

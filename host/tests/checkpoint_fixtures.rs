@@ -14,9 +14,11 @@ const FIXTURES: [(&str, usize); 4] = [
 ];
 
 fn folder(name: &str) -> PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "..", "tests", "fixtures", name]
-        .iter()
-        .collect()
+    let fixtures = std::env::var_os("ASYM_GEMM_FIXTURES").map_or_else(
+        || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"),
+        PathBuf::from,
+    );
+    fixtures.join(name)
 }
 
 struct Fixture {

@@ -71,6 +71,9 @@ pub fn write(path: impl AsRef<Path>, tensors: &[TensorData<'_>]) -> Result<(), F
             .then(a.name.cmp(&b.name))
     });
     let header = header(path, &order)?;
+    if path.metadata().is_ok_and(|about| !about.is_file()) {
+        return Err(FileError::NotAFile { path: path.into() });
+    }
 
     let mut temporary = Temporary::beside(path)?;
     let written = temporary.fill(&header, &order).and_then(|()| {

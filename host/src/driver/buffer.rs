@@ -85,6 +85,11 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(buffer)
     }
 
+    /// Whether the memory is `gpu`'s.
+    pub fn is_on(&self, gpu: &Gpu) -> bool {
+        gpu.is_in(&self.context)
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.len

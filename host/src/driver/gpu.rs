@@ -229,6 +229,11 @@ impl Gpu {
         &self.inner.context
     }
 
+    /// Whether something made in `context` is this GPU's.
+    pub(super) fn is_in(&self, context: &Context) -> bool {
+        self.inner.context.raw == context.raw
+    }
+
     /// Makes this GPU's context the calling thread's until it is changed again. The
     /// methods of this crate do not need it; code that calls the driver itself may.
     ///

@@ -97,6 +97,11 @@ impl Stream {
         &self.context
     }
 
+    /// Whether the stream is `gpu`'s.
+    pub fn is_on(&self, gpu: &Gpu) -> bool {
+        gpu.is_in(&self.context)
+    }
+
     /// Waits until all work submitted so far is done.
     ///
     /// # Errors

@@ -29,6 +29,12 @@ pub enum GemmError {
         /// What is wrong, with the numbers.
         reason: String,
     },
+    /// An operand or the stream belongs to another GPU than the GEMM.
+    #[error("{what} is of another GPU; copy it over or use a GroupedGemm of that GPU")]
+    OtherGpu {
+        /// The operand.
+        what: &'static str,
+    },
     /// The driver failed.
     #[error(transparent)]
     Driver(#[from] DriverError),

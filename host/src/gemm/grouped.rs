@@ -1,6 +1,6 @@
 //! The grouped GEMM call: validation, transfer, launches.
 
-use super::launch::{Launcher, map_a, map_rows};
+use super::launch::{Launch, Launcher, map_a, map_rows};
 use super::plan::choose_transfer;
 use super::{Activations, GemmError, Output, Plan, WeightMemory, Weights, choose_tile};
 use crate::driver::{DeviceBuffer, Gpu, PinnedBuffer, Stream, TensorMap};
@@ -81,8 +81,7 @@ impl GroupedGemm {
     /// As [`Self::run`].
     ///
     /// # Safety
-    /// Operands must stay alive and unchanged by others until the work on `stream` is done,
-    /// and `stream` must belong to this GPU.
+    /// Operands must stay alive and unchanged by others until the work on `stream` is done.
     pub unsafe fn enqueue(
         &mut self,
         a: &Activations<'_>,
@@ -92,6 +91,12 @@ impl GroupedGemm {
         transfer: Transfer,
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
+        if !stream.is_on(&self.gpu) {
+            return Err(GemmError::OtherGpu { what: "stream" });
+        }
+        a.check_on(&self.gpu)?;
+        b.check_on(&self.gpu)?;
+        d.check_on(&self.gpu)?;
         let Some(problem) = Problem::new(&self.gpu, a, b, groups, d)? else {
             return Ok(Plan::nothing(transfer));
         };
@@ -284,18 +289,16 @@ impl GroupedGemm {
                 .unwrap_or(0),
         );
         let args = problem.args(groups, piece);
+        let launch = Launch {
+            operands: problem.operands,
+            tile,
+            tiles: tiles(list, n, tile),
+            a_map: &problem.a_map,
+            b_map,
+            args: &args,
+        };
         // SAFETY: `Problem` checked every range; the caller keeps the memory alive.
-        Ok(unsafe {
-            self.launcher.launch(
-                problem.operands,
-                tile,
-                tiles(list, n, tile),
-                &problem.a_map,
-                b_map,
-                &args,
-                stream,
-            )?
-        })
+        Ok(unsafe { self.launcher.launch(&launch, stream)? })
     }
 }
 

@@ -14,6 +14,18 @@ use asym_gemm_kernels_gpu::tile::{A_BOX_ROWS, B_BOX_ROWS, THREADS, Tile};
 use std::collections::HashMap;
 use std::ffi::c_void;
 
+/// One launch of a grouped GEMM kernel.
+pub(crate) struct Launch<'a> {
+    pub(crate) operands: Operands,
+    pub(crate) tile: Tile,
+    /// Number of tiles; the grid is not larger.
+    pub(crate) tiles: u64,
+    pub(crate) a_map: &'a TensorMap,
+    /// Map of a row-major B; any map where B is a bank's panels.
+    pub(crate) b_map: &'a TensorMap,
+    pub(crate) args: &'a GemmArgs,
+}
+
 /// Kernels looked up so far on one GPU.
 #[derive(Debug)]
 pub(crate) struct Launcher {
@@ -29,21 +41,22 @@ impl Launcher {
         }
     }
 
-    /// Launches one grouped GEMM over at most `tiles` tiles.
+    /// Launches one grouped GEMM.
     ///
     /// # Safety
-    /// `args` and the maps must describe live device memory as [`GemmArgs`] says, until the
-    /// work on `stream` is done.
+    /// The launch must describe live device memory as [`GemmArgs`] says, until the work on
+    /// `stream` is done.
     pub(crate) unsafe fn launch(
         &mut self,
-        operands: Operands,
-        tile: Tile,
-        tiles: u64,
-        a_map: &TensorMap,
-        b_map: &TensorMap,
-        args: &GemmArgs,
+        launch: &Launch<'_>,
         stream: &Stream,
     ) -> Result<&'static str, DriverError> {
+        let &Launch {
+            operands,
+            tile,
+            tiles,
+            ..
+        } = launch;
         let Some(name) = kernel_name(operands, tile) else {
             return Err(DriverError::InvalidArgument {
                 call: "grouped GEMM",
@@ -60,7 +73,7 @@ impl Launcher {
         if blocks == 0 {
             return Ok(name);
         }
-        let (mut a_map, mut b_map, mut args) = (*a_map, *b_map, *args);
+        let (mut a_map, mut b_map, mut args) = (*launch.a_map, *launch.b_map, *launch.args);
         let mut params = [
             (&raw mut a_map).cast::<c_void>(),
             (&raw mut b_map).cast::<c_void>(),

@@ -1,7 +1,7 @@
 //! Borrowed views of the operands, checked when they are made.
 
 use super::GemmError;
-use crate::driver::{DeviceBuffer, PinnedBuffer};
+use crate::driver::{DeviceBuffer, Gpu, PinnedBuffer};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::int8::BLOCK;
 use bytemuck::Pod;
@@ -75,6 +75,14 @@ impl<'a, T: Pod> DeviceMatrix<'a, T> {
     pub(crate) fn address(&self) -> u64 {
         self.buffer.as_raw()
     }
+
+    /// An error that names `what` if the memory is another GPU's.
+    pub(crate) fn check_on(&self, gpu: &Gpu, what: &'static str) -> Result<(), GemmError> {
+        match self.buffer.is_on(gpu) {
+            true => Ok(()),
+            false => Err(GemmError::OtherGpu { what }),
+        }
+    }
 }
 
 impl<'a, T: Pod> DeviceMatrixMut<'a, T> {
@@ -114,6 +122,16 @@ pub enum Activations<'a> {
 }
 
 impl Activations<'_> {
+    pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<(), GemmError> {
+        match self {
+            Self::Bf16(m) => m.check_on(gpu, "A"),
+            Self::Int8 { codes, scales } => {
+                codes.check_on(gpu, "A")?;
+                scales.check_on(gpu, "A scales")
+            }
+        }
+    }
+
     pub(crate) fn rows(&self) -> usize {
         match self {
             Self::Bf16(m) => m.rows(),
@@ -214,6 +232,19 @@ impl<'a> Weights<'a> {
         })
     }
 
+    pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<(), GemmError> {
+        if let Some(scales) = &self.scales {
+            scales.check_on(gpu, "weight scales")?;
+        }
+        match self.memory {
+            WeightMemory::Device(buffer) if !buffer.is_on(gpu) => {
+                Err(GemmError::OtherGpu { what: "weights" })
+            }
+            // Pinned memory is registered for every GPU.
+            _ => Ok(()),
+        }
+    }
+
     /// Bytes of one matrix.
     pub fn matrix_bytes(&self) -> usize {
         self.n * self.row_bytes()
@@ -235,6 +266,13 @@ pub enum Output<'a> {
 }
 
 impl Output<'_> {
+    pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<(), GemmError> {
+        match self {
+            Self::F32(m) => m.view().check_on(gpu, "D"),
+            Self::Bf16(m) => m.view().check_on(gpu, "D"),
+        }
+    }
+
     pub(crate) fn rows(&self) -> usize {
         match self {
             Self::F32(m) => m.view().rows(),

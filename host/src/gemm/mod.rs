@@ -13,6 +13,6 @@ mod plan;
 pub use error::GemmError;
 pub(crate) use grouped::tiles;
 pub use grouped::{GroupRange, GroupedGemm};
-pub(crate) use launch::{Launcher, map_a, map_expert};
+pub(crate) use launch::{Launch, Launcher, map_a, map_expert};
 pub use matrix::{Activations, DeviceMatrix, DeviceMatrixMut, Output, WeightMemory, Weights};
 pub use plan::{Plan, choose_tile};

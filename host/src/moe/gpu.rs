@@ -12,7 +12,7 @@
 use super::layout::{GroupRange, Packed};
 use super::{ExpertBank, MoeError};
 use crate::driver::{DeviceBuffer, DriverError, Gpu, Kernel, Stream, TensorMap};
-use crate::gemm::{Launcher, choose_tile, map_a, map_expert, tiles};
+use crate::gemm::{Launch, Launcher, choose_tile, map_a, map_expert, tiles};
 use crate::transfer::{CHUNK_BYTES, RING_SLOTS, Ring, Transfer, chunks, ring_bytes_for};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
@@ -448,29 +448,28 @@ impl GpuExperts {
             alpha,
             reserved: 0,
         };
+        let first = Launch {
+            operands: gate_up_operands,
+            tile,
+            tiles: tiles(list, gate_up.n as usize, tile),
+            a_map: &call.a_map,
+            b_map: &call.a_map,
+            args: &gate_up,
+        };
+        let second = Launch {
+            operands: down_operands,
+            tile,
+            tiles: tiles(list, down.n as usize, tile),
+            a_map: &call.h_map,
+            b_map: &call.h_map,
+            args: &down,
+        };
+        let grid = (rows.end - rows.start, slices as u32, 1);
         // SAFETY: the caller's contract; every address is inside scratch, cells or y.
         unsafe {
-            let first = self.launcher.launch(
-                gate_up_operands,
-                tile,
-                tiles(list, gate_up.n as usize, tile),
-                &call.a_map,
-                &call.a_map,
-                &gate_up,
-                stream,
-            )?;
-            let grid = (rows.end - rows.start, slices as u32, 1);
+            let gate_up = self.launcher.launch(&first, stream)?;
             launch_rows(&self.activate, grid, &mut activate, stream)?;
-            let second = self.launcher.launch(
-                down_operands,
-                tile,
-                tiles(list, down.n as usize, tile),
-                &call.h_map,
-                &call.h_map,
-                &down,
-                stream,
-            )?;
-            Ok(vec![first, second])
+            Ok(vec![gate_up, self.launcher.launch(&second, stream)?])
         }
     }
 }

@@ -43,13 +43,6 @@ impl fmt::Display for ForeignFile {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// An output path that is there and is no regular file: a device or a socket would be
-    /// replaced by the file.
-    #[error("{}: there, but not a regular file", path.display())]
-    NotAFile {
-        /// The path.
-        path: PathBuf,
-    },
     /// The operating system refused.
     #[error("{}: {source}", path.display())]
     Io {

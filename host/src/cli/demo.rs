@@ -3,7 +3,7 @@
 use super::check::Comparison;
 use super::table::table;
 use super::{Failure, Outcome, TransferArgument, load, present_backends};
-use asym_gemm::checkpoint::{Checkpoint, MoeLayer, TensorFile};
+use asym_gemm::checkpoint::{MoeLayer, TensorFile};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::moe::{Backend, ForwardReport};
 use asym_gemm::system::{Threads, dram_read_rate};
@@ -70,7 +70,7 @@ pub(super) fn run(
         }
     };
     let number = arguments.layer;
-    let layer = Checkpoint::open(&folder)?.moe_layer(number)?;
+    let layer = load::layer(&folder, number)?;
     let io = TensorFile::open(folder.join("moe_io.safetensors"))?;
     let x = io.read_f32(&format!("layer{number}.input"))?;
     let expected = io.read_f32(&format!("layer{number}.output"))?;

@@ -32,7 +32,15 @@ struct Report {
 struct KernelChoice {
     format: &'static str,
     cpu: &'static str,
-    gpu: Result<Vec<&'static str>, String>,
+    gpu: Result<Vec<GpuKernel>, String>,
+}
+
+/// A GPU kernel and when it is taken.
+#[derive(Debug, serde::Serialize)]
+struct GpuKernel {
+    name: &'static str,
+    product: &'static str,
+    rows_of_largest_expert: &'static str,
 }
 
 #[derive(Debug, Default, serde::Serialize)]
@@ -202,23 +210,33 @@ fn kernels(engine: &Engine, unusable: Option<&str>) -> Vec<KernelChoice> {
 }
 
 #[cfg(feature = "cuda")]
-fn gpu_kernels(format: WeightFormat) -> Vec<&'static str> {
+fn gpu_kernels(format: WeightFormat) -> Vec<GpuKernel> {
     use asym_gemm_kernels_gpu::gemm::{Operands, kernel_name};
     use asym_gemm_kernels_gpu::tile::{M64N256, M128N128};
-    let operands: &[Operands] = match format {
-        WeightFormat::Bf16 => &[Operands::Bf16],
-        WeightFormat::Int8PerRow => &[Operands::Int8PerRow, Operands::Int8Slices],
-        WeightFormat::Int8Block128 => &[Operands::Int8Blocks],
+    let operands: &[(Operands, &str)] = match format {
+        WeightFormat::Bf16 => &[(Operands::Bf16, "gate, up and down")],
+        WeightFormat::Int8PerRow => &[
+            (Operands::Int8PerRow, "gate and up"),
+            (Operands::Int8Slices, "down"),
+        ],
+        WeightFormat::Int8Block128 => &[(Operands::Int8Blocks, "gate, up and down")],
     };
-    let tiles = [M64N256, M128N128];
-    operands
-        .iter()
-        .flat_map(|&o| tiles.into_iter().filter_map(move |t| kernel_name(o, t)))
-        .collect()
+    let tiles = [(M64N256, "up to 64"), (M128N128, "more than 64")];
+    let mut kernels = Vec::new();
+    for &(operands, product) in operands {
+        for (tile, rows_of_largest_expert) in tiles {
+            kernels.extend(kernel_name(operands, tile).map(|name| GpuKernel {
+                name,
+                product,
+                rows_of_largest_expert,
+            }));
+        }
+    }
+    kernels
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpu_kernels(_: WeightFormat) -> Vec<&'static str> {
+fn gpu_kernels(_: WeightFormat) -> Vec<GpuKernel> {
     Vec::new()
 }
 
@@ -322,7 +340,15 @@ fn print(text: &mut String, report: &Report, threads: usize) -> fmt::Result {
     for choice in &report.kernels {
         writeln!(text, "  {:14} CPU {}", choice.format, choice.cpu)?;
         match &choice.gpu {
-            Ok(names) => writeln!(text, "  {:14} GPU {}", "", names.join(", "))?,
+            Ok(kernels) => {
+                for k in kernels {
+                    writeln!(
+                        text,
+                        "  {:14} GPU {} ({}; {} rows in the largest expert)",
+                        "", k.name, k.product, k.rows_of_largest_expert
+                    )?;
+                }
+            }
             Err(reason) => writeln!(text, "  {:14} GPU none: {reason}", "")?,
         }
     }

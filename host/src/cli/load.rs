@@ -1,11 +1,13 @@
 //! From arguments to an MoE block that is ready to run.
 
 use super::{Failure, TransferArgument};
-use asym_gemm::checkpoint::MoeLayer;
+use asym_gemm::checkpoint::{Checkpoint, MoeLayer};
 use asym_gemm::cpu::Engine;
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::moe::{Backend, MoeBlock};
 use indicatif::{ProgressBar, ProgressStyle};
+use std::path::Path;
+use std::time::Duration;
 
 /// Why no GPU can be used, or `None` if one can.
 pub(super) fn gpu_reason() -> Option<String> {
@@ -29,6 +31,15 @@ fn progress(length: usize, message: &'static str) -> ProgressBar {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,
     }
+}
+
+/// Reads one layer of a checkpoint, with a sign of life on standard error.
+pub(super) fn layer(folder: &Path, number: usize) -> Result<MoeLayer, Failure> {
+    let spinner = ProgressBar::new_spinner().with_message("reading the layer");
+    spinner.enable_steady_tick(Duration::from_millis(100));
+    let layer = Checkpoint::open(folder)?.moe_layer(number)?;
+    spinner.finish_and_clear();
+    Ok(layer)
 }
 
 /// Packs the layer's weights for the back ends in `backends`.

@@ -3,7 +3,7 @@
 use super::check::Comparison;
 use super::table::table;
 use super::{BackendArgument, Failure, FormatArgument, Outcome, TransferArgument, load};
-use asym_gemm::checkpoint::{Checkpoint, TensorData, TensorSpec, write};
+use asym_gemm::checkpoint::{TensorData, TensorSpec, write};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::moe::{Backend, ForwardReport};
 use std::fmt::{self, Write};
@@ -68,7 +68,7 @@ pub(super) fn run(
             Some(_) => Backend::Cpu,
         },
     };
-    let layer = Checkpoint::open(&arguments.model)?.moe_layer(arguments.layer)?;
+    let layer = load::layer(&arguments.model, arguments.layer)?;
     let hidden = layer.spec.hidden;
     let x = tokens("--input", &arguments.input, hidden)?;
     let expected = match &arguments.expect {

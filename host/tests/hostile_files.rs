@@ -438,12 +438,12 @@ fn writing_replaces_whole_files_only() {
     assert_eq!(fs::read(&path).unwrap(), before);
     assert_eq!(names(), ["out.safetensors"]);
 
-    // The target cannot be replaced: the temporary file goes.
+    // What is no file is left alone, and no temporary file stays.
     fs::create_dir_all(folder.path().join("taken/inside")).unwrap();
     let y = [TensorData::f32("y", &[0], &[])];
     assert!(matches!(
         write(folder.path().join("taken"), &y),
-        Err(FileError::Io { .. })
+        Err(FileError::NotAFile { .. })
     ));
     assert_eq!(names().len(), 2);
     assert!(write(folder.path().join("absent/x"), &y).is_err());

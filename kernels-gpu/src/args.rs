@@ -126,7 +126,7 @@ pub struct GemmArgs {
 pub struct PackRowsArgs {
     /// f32 [T, hidden], rows `x_stride` apart.
     pub x: u64,
-    /// i32 [rows].
+    /// i32 `[rows]`.
     pub source: u64,
     /// bf16 or i8 [rows, padded].
     pub out: u64,
@@ -165,7 +165,7 @@ pub struct ActivateArgs {
     pub reserved: u32,
 }
 
-/// out[t] = sum over slots of weight * y[row], then the shared expert's row.
+/// `out[t]` = sum over slots of weight * `y[row]`, then the shared expert's row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CombineArgs {
@@ -177,7 +177,7 @@ pub struct CombineArgs {
     pub weights: u64,
     /// f32 [T, hidden] of the shared expert, or 0.
     pub shared: u64,
-    /// f32 [T]: the shared expert's weight for each token; used with `shared`.
+    /// f32 `[T]`: the shared expert's weight for each token; used with `shared`.
     pub shared_weights: u64,
     /// f32 [T, hidden].
     pub out: u64,

@@ -154,7 +154,7 @@ pub struct BlockParts {
     pub activation: Activation,
     /// The routed experts.
     pub experts: ExpertBank,
-    /// The expert that every token visits: its bank (of one expert), and [H] whose product
+    /// The expert that every token visits: its bank (of one expert), and `[H]` whose product
     /// with the token gates it through a sigmoid, or `None` for a weight of 1.
     pub shared: Option<(ExpertBank, Option<Vec<f32>>)>,
 }

@@ -1,9 +1,10 @@
-//! Embeds the GPU kernels: writes `ptx_modules.rs`, a table of the PTX modules.
+//! Embeds the GPU kernels: writes `ptx.rs`, a table of the PTX modules.
 //!
 //! The committed PTX (`ptx/`, made by `cargo xtask ptx`) is what is embedded, so
 //! that a stable compiler builds this crate with nothing else. With
 //! `ASYM_GEMM_PTX=build` the kernels are compiled from their source instead.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -46,7 +47,7 @@ fn embed() -> Result<(), Box<dyn Error>> {
             );
         }
     };
-    std::fs::write(out_dir.join("ptx_modules.rs"), table(&manifest, &folder)?)?;
+    std::fs::write(out_dir.join("ptx.rs"), table(&manifest, &folder)?)?;
     Ok(())
 }
 
@@ -74,22 +75,24 @@ fn compile(manifest: &Manifest, crate_dir: &Path, out_dir: &Path) -> Result<(), 
     Ok(())
 }
 
-/// Rust source of `PTX_MODULES`.
+/// Rust source of `EMBEDDED`: for each kernel family its (target, text) pairs.
 fn table(manifest: &Manifest, folder: &Path) -> Result<String, Box<dyn Error>> {
-    let mut text = String::from(
-        "/// The embedded PTX modules: kernel family, GPU target, text.\n\
-         pub(crate) static PTX_MODULES: &[(&str, &str, &str)] = &[\n",
-    );
+    let mut families: BTreeMap<&str, Vec<(&str, PathBuf)>> = BTreeMap::new();
     for module in &manifest.modules {
         let path = folder.join(module.file_name());
         if !path.is_file() {
             return Err(format!("{} is missing; run `cargo xtask ptx`", path.display()).into());
         }
-        let (family, target) = (&module.family, &module.target);
-        writeln!(
-            text,
-            "    ({family:?}, {target:?}, include_str!({path:?})),"
-        )?;
+        let targets = families.entry(&module.family).or_default();
+        targets.push((&module.target, path));
+    }
+    let mut text = String::from("static EMBEDDED: &[(&str, &[(&str, &str)])] = &[\n");
+    for (family, targets) in families {
+        writeln!(text, "    ({family:?}, &[")?;
+        for (target, path) in targets {
+            writeln!(text, "        ({target:?}, include_str!({path:?})),")?;
+        }
+        text.push_str("    ]),\n");
     }
     text.push_str("];\n");
     Ok(text)

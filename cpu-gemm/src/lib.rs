@@ -1,1 +1,36 @@
 //! Expert GEMM and MoE feed-forward on the CPU: AVX-512 and portable kernels.
+//!
+//! - [`Engine`] chooses an instruction set and runs expert feed-forwards over a weight bank
+//!   ([`Engine::expert_ffn`]) and grouped GEMMs over plain matrices.
+//! - [`BankRef`], [`pack_expert`] and [`unpack`] make and read the bank, whose layout is
+//!   `asym_gemm_formats::bank`.
+//! - [`router_logits`] and [`combine`] are the steps before and after the experts.
+//!
+//! Everything takes borrowed slices, checks all arguments before it touches memory, and runs on the
+//! rayon pool of the caller.
+
+mod activations;
+mod bank;
+mod combine;
+mod engine;
+mod errors;
+mod ffn;
+mod gemm;
+mod isa;
+mod kernels;
+mod matrix;
+mod recipe;
+mod router;
+mod scatter;
+mod validate;
+mod wide;
+
+pub use bank::{BankRef, ExpertSource, UnpackedExpert, pack_expert, unpack};
+pub use combine::{Combine, combine};
+pub use engine::Engine;
+pub use errors::CpuError;
+pub use ffn::ExpertGroup;
+pub use gemm::{GroupRange, Output};
+pub use isa::{Features, ISA_VARIABLE, Isa};
+pub use matrix::{Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef};
+pub use router::{Router, router_logits};

@@ -14,7 +14,7 @@ pub mod exp_constants {
     /// log2(e).
     pub const LOG2_E: f32 = core::f32::consts::LOG2_E;
     /// Upper part of ln 2: few mantissa bits, so n * LN2_HI is exact for |n| <= 128.
-    pub const LN2_HI: f32 = 0.693_359_375;
+    pub const LN2_HI: f32 = 355.0 / 512.0;
     /// ln 2 - LN2_HI.
     pub const LN2_LO: f32 = -2.121_944_4e-4;
     /// Taylor coefficients 1/6! .. 1/2!, highest power first; the last two are 1.
@@ -35,13 +35,8 @@ pub mod exp_constants {
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     use exp_constants::*;
-    let x = if x > CLAMP {
-        CLAMP
-    } else if x < -CLAMP {
-        -CLAMP
-    } else {
-        x
-    };
+    // `clamp` keeps NaN.
+    let x = x.clamp(-CLAMP, CLAMP);
     let n = round_half_even(x * LOG2_E);
     let r = fma(n, -LN2_LO, fma(n, -LN2_HI, x));
     let mut p = POLY[0];
@@ -55,8 +50,8 @@ pub fn exp(x: f32) -> f32 {
     p * f32::from_bits(((n as i32 + 127) as u32) << 23)
 }
 
-/// x * sigmoid(scale * x). Below `scale * x = -87` the sigmoid stays at e^-87, and
-/// -inf gives -0, not NaN.
+/// x * sigmoid(scale * x). Below `scale * x = -87` the sigmoid stays at e^-87, so that
+/// -inf gives a number near -1e-34, not NaN.
 #[inline(always)]
 pub fn swish(x: f32, scale: f32) -> f32 {
     // A finite floor: -inf / large would be -inf. 1e4 * e^-87 is below 2e-34.
@@ -87,13 +82,7 @@ impl Activation {
             Self::SwiGlu => swish(gate, 1.0) * up,
             Self::ClampedSwiGlu { limit, alpha } => {
                 let gate = if gate > limit { limit } else { gate };
-                let up = if up > limit {
-                    limit
-                } else if up < -limit {
-                    -limit
-                } else {
-                    up
-                };
+                let up = up.clamp(-limit, limit);
                 (up + 1.0) * swish(gate, alpha)
             }
         }

@@ -1,1 +1,24 @@
 //! Mixture-of-Experts layers whose weights stay in host memory, on CPU and GPU.
+//!
+//! - [`checkpoint`]: an MoE layer from a Hugging Face checkpoint;
+//! - [`moe`]: routing, the packed row layout, the expert bank and the whole block;
+//! - [`gemm`]: grouped GEMM on the GPU over plain row-major weights;
+//! - [`transfer`]: how weights reach the GPU, and what the link does;
+//! - [`driver`]: devices, memory and kernels, over a driver loaded at run time;
+//! - [`system`]: what this machine's CPU, memory and limits are.
+//!
+//! Without the `cuda` feature the crate is CPU only and `gemm`, `transfer` and `driver`
+//! are absent.
+
+pub mod checkpoint;
+#[cfg(feature = "cuda")]
+pub mod driver;
+#[cfg(feature = "cuda")]
+pub mod gemm;
+pub mod moe;
+pub mod system;
+#[cfg(feature = "cuda")]
+pub mod transfer;
+
+pub use asym_gemm_cpu as cpu;
+pub use asym_gemm_formats as formats;

@@ -1,46 +1,25 @@
-//! GPU kernels in Rust, and the schedules and layouts they share with the host.
-#![no_std]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
+//! GPU kernels in Rust, and what they share with the host.
+//!
+//! The crate compiles twice. For `nvptx64` each feature gives one PTX module:
+//!
+//! | feature       | target  | kernels                                                        |
+//! | ------------- | ------- | -------------------------------------------------------------- |
+//! | `gemm`        | sm_90a  | grouped GEMM: TMA, mbarrier ring, wgmma ([`gemm`])             |
+//! | `elementwise` | sm_80   | gather + round or quantise, activation, combine ([`elementwise`]) |
+//!
+//! For the host it gives the argument structs, tile shapes and schedules that both
+//! sides must agree on, as plain structs and `const fn`s with unit tests.
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx)
+)]
 
-#[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
-mod elementwise {
-    use cuda_std::prelude::*;
+pub mod args;
+pub mod elementwise;
+pub mod gemm;
+pub mod schedule;
+pub mod tile;
 
-    /// y += a * x.
-    #[kernel(threads = 256)]
-    pub unsafe fn axpy(n: u32, a: f32, x: *const f32, y: *mut f32) {
-        let i = thread::index_1d();
-        if i < n {
-            unsafe {
-                let y = y.add(i as usize);
-                *y = asym_gemm_formats::fma(a, *x.add(i as usize), *y);
-            }
-        }
-    }
-}
-
-#[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
-mod gemm {
-    use core::arch::asm;
-    use cuda_std::prelude::*;
-
-    /// Writes the shared base and the map's address.
-    #[kernel(threads = 384, min_blocks = 1, cluster = 2)]
-    pub unsafe fn gemm_probe(out: *mut u64, #[grid_constant] map: &TensorMap) {
-        let base = shared::dynamic_shared_base();
-        let t = thread::thread_idx_x();
-        if t == 0 {
-            unsafe {
-                asm!("st.shared.u32 [{0}], {1};", in(reg32) base, in(reg32) t, options(nostack))
-            };
-        }
-        unsafe { asm!("bar.sync 1, 128;", options(nostack)) };
-        if t == 0 {
-            unsafe {
-                *out = base as u64;
-                *out.add(1) = map.address();
-            }
-        }
-        thread::sync_threads();
-    }
-}
+#[cfg(target_arch = "nvptx64")]
+mod ptx;

@@ -1,0 +1,77 @@
+//! Dot products in plain Rust.
+//!
+//! The bf16 sums keep 16 lanes, lane i adding the products of elements 2i and 2i+1 of each
+//! 32, and end in the tree of [`reduce`]: the grouping that 512-bit registers give. A
+//! product of two bf16 is exact in f32 (unless it under- or overflows), so this equals the
+//! AVX-512 kernel of fused multiply-adds.
+
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+
+use super::{Dot, Lanes};
+
+/// The dot products of this module.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+impl Dot for Portable {
+    #[inline(always)]
+    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], _sums: [i32; T]) -> [Lanes<i32>; T] {
+        x.map(|x| {
+            let mut acc = [0i32; PANEL_ROWS];
+            let (units, _) = panel.as_chunks::<UNIT_BYTES>();
+            let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
+            assert_eq!(units.len(), x.len(), "as many units as activations");
+            for (unit, x) in units.iter().zip(x) {
+                let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
+                for (acc, row) in acc.iter_mut().zip(rows) {
+                    for (&w, &x) in row.iter().zip(x) {
+                        *acc += i32::from(w as i8) * i32::from(x);
+                    }
+                }
+            }
+            acc
+        })
+    }
+
+    #[inline(always)]
+    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+        x.map(|x| {
+            let mut acc = [[0f32; 16]; PANEL_ROWS];
+            let (units, _) = panel.as_chunks::<UNIT_BYTES>();
+            let (x, _) = x.as_chunks::<{ UNIT_ROW_BYTES / 2 }>();
+            assert_eq!(units.len(), x.len(), "as many units as activations");
+            for (unit, x) in units.iter().zip(x) {
+                let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
+                let (x, _) = x.as_chunks::<32>();
+                for (acc, row) in acc.iter_mut().zip(rows) {
+                    let (halves, _) = row.as_chunks::<64>();
+                    for (w, x) in halves.iter().zip(x) {
+                        add_products(acc, w, x);
+                    }
+                }
+            }
+            acc.map(reduce)
+        })
+    }
+}
+
+/// acc[i] += w[2i] x[2i], then += w[2i+1] x[2i+1].
+#[inline(always)]
+fn add_products(acc: &mut [f32; 16], w: &[u8; 64], x: &[u16; 32]) {
+    let (w, _) = w.as_chunks::<4>();
+    let (x, _) = x.as_chunks::<2>();
+    for ((acc, w), x) in acc.iter_mut().zip(w).zip(x) {
+        let w = u32::from_le_bytes(*w);
+        let even = f32::from_bits(w << 16) * f32::from_bits(u32::from(x[0]) << 16);
+        let odd = f32::from_bits(w & 0xffff_0000) * f32::from_bits(u32::from(x[1]) << 16);
+        *acc = (*acc + even) + odd;
+    }
+}
+
+/// The sum of 16 lanes in the one order that every kernel uses: in each quarter
+/// (0 + 2) + (1 + 3), then the quarters (0 + 1) + (2 + 3).
+#[inline(always)]
+pub(super) fn reduce(lanes: [f32; 16]) -> f32 {
+    let quarter = |q: usize| (lanes[q] + lanes[q + 2]) + (lanes[q + 1] + lanes[q + 3]);
+    (quarter(0) + quarter(4)) + (quarter(8) + quarter(12))
+}

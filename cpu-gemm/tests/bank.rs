@@ -1,0 +1,155 @@
+//! Packing and unpacking of experts.
+
+mod common;
+
+use asym_gemm_cpu::{BankRef, CpuError, ExpertSource, pack_expert, unpack};
+use asym_gemm_formats::WeightFormat;
+use asym_gemm_formats::bank::Projection;
+use common::*;
+use half::bf16;
+
+const PROJECTIONS: [Projection; 3] = [Projection::Gate, Projection::Up, Projection::Down];
+
+fn rows(source: &dyn ExpertSource, e: &Expert) -> [Vec<f32>; 3] {
+    PROJECTIONS.map(|p| {
+        let k = e.k(p as usize);
+        let mut values = vec![f32::NAN; e.weights[p as usize].len()];
+        for (row, values) in values.chunks_mut(k).enumerate() {
+            source.row(p, row, values);
+        }
+        values
+    })
+}
+
+/// bf16 values come back bit for bit, int8 codes too (unpacking and packing again gives the same
+/// bytes of codes), biases always; int8 values are within half a step.
+#[test]
+fn round_trip() {
+    for (hidden, intermediate) in [(1, 1), (100, 33), (192, 96), (257, 300), (128, 128)] {
+        for format in FORMATS {
+            for bias in [false, true] {
+                let g = geometry(1, hidden, intermediate, format, bias);
+                let mut e = Expert::random(g, &mut rng(5));
+                if format == WeightFormat::Bf16 {
+                    for w in e.weights.iter_mut().flatten() {
+                        *w = bf16::from_f32(*w).to_f32();
+                    }
+                    e.weights[0][0] = -0.0;
+                    e.weights[2][0] = f32::from_bits(0x0001_0000);
+                }
+                let mut bytes = vec![0xee; g.expert_bytes()];
+                pack_expert(g, &mut bytes, &e).unwrap();
+                let back = unpack(g, &bytes).unwrap();
+                for (p, got) in rows(&back, &e).iter().enumerate() {
+                    if format == WeightFormat::Bf16 {
+                        assert_same("bf16", got, &e.weights[p]);
+                        continue;
+                    }
+                    let k = e.k(p);
+                    let span = if format == WeightFormat::Int8PerRow {
+                        k
+                    } else {
+                        128
+                    };
+                    for (got, want) in got.chunks(k).zip(e.weights[p].chunks(k)) {
+                        for (got, want) in got.chunks(span).zip(want.chunks(span)) {
+                            let amax = want.iter().fold(0f32, |m, w| m.max(w.abs()));
+                            let half_step = amax / 127.0 * 0.5001;
+                            for (got, want) in got.iter().zip(want) {
+                                assert!((got - want).abs() <= half_step, "{g:?}: {got} for {want}");
+                            }
+                        }
+                    }
+                }
+                for p in PROJECTIONS {
+                    match bias {
+                        true => assert_same("bias", back.bias(p).unwrap(), &e.bias[p as usize]),
+                        false => assert!(back.bias(p).is_none()),
+                    }
+                }
+                let mut again = vec![0x11; g.expert_bytes()];
+                pack_expert(g, &mut again, &back).unwrap();
+                for p in PROJECTIONS {
+                    let (n, k) = match p {
+                        Projection::Down => (hidden, intermediate),
+                        _ => (intermediate, hidden),
+                    };
+                    for at in (0..n * k).map(|i| g.element_offset(p, i / k, i % k)) {
+                        assert_eq!(again[at], bytes[at], "{g:?} code at byte {at}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Bytes that belong to no element are zero, whatever the buffer held.
+#[test]
+fn padding_is_zero() {
+    for format in FORMATS {
+        let g = geometry(1, 100, 33, format, false);
+        let mut e = Expert::random(g, &mut rng(6));
+        for w in e.weights.iter_mut().flatten() {
+            *w = 1.0;
+        }
+        let mut bytes = vec![0xee; g.expert_bytes()];
+        pack_expert(g, &mut bytes, &e).unwrap();
+        let nonzero = bytes[..g.gate_up_scales_offset()]
+            .iter()
+            .filter(|&&b| b != 0)
+            .count();
+        let elements: usize = e.weights.iter().map(Vec::len).sum();
+        assert_eq!(nonzero, elements * g.format.element_bytes(), "{format}");
+    }
+}
+
+#[test]
+fn bad_arguments_are_refused() {
+    let g = geometry(2, 16, 8, WeightFormat::Int8PerRow, true);
+    let bytes = vec![0; g.bank_bytes()];
+    expect_error(
+        BankRef::new(g, &bytes[1..]),
+        CpuError::Mismatch {
+            what: "the bank, in bytes,",
+            expected: g.bank_bytes(),
+            actual: g.bank_bytes() - 1,
+        },
+    );
+    expect_error(
+        BankRef::new(geometry(2, 0, 8, WeightFormat::Bf16, false), &[]),
+        CpuError::Zero {
+            what: "the hidden size H",
+        },
+    );
+    expect_error(
+        BankRef::new(geometry(usize::MAX, 64, 8, WeightFormat::Bf16, false), &[]),
+        CpuError::TooLarge {
+            what: "the number of experts",
+            value: usize::MAX,
+            limit: 1 << 16,
+        },
+    );
+    expect_error(
+        BankRef::new(
+            geometry(1, 133_152, 8, WeightFormat::Int8PerRow, false),
+            &[],
+        ),
+        CpuError::TooLarge {
+            what: "the hidden size H",
+            value: 133_152,
+            limit: 131_071,
+        },
+    );
+    let mut e = Expert::random(g, &mut rng(6));
+    e.bias[2].push(0.0);
+    let mut out = vec![7; g.expert_bytes()];
+    expect_error(
+        pack_expert(g, &mut out, &e),
+        CpuError::Mismatch {
+            what: "a projection's bias, in elements,",
+            expected: 16,
+            actual: 17,
+        },
+    );
+    assert!(out.iter().all(|&b| b == 7), "the output was written");
+}

@@ -1,0 +1,224 @@
+//! The MoE block of one layer, as read from a checkpoint.
+
+use super::config::{ModelType, SharedSpec};
+use super::error::CheckpointError;
+use super::float::Float;
+use super::names::Tensor;
+use super::plan::{FusedLayout, Plan, View};
+use super::shards::Checkpoint;
+use crate::moe::routing::Router;
+use asym_gemm_formats::activation::Activation;
+use asym_gemm_formats::bank::Projection;
+use rayon::prelude::*;
+use std::fmt;
+
+/// Shape and meaning of a MoE block.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoeSpec {
+    /// The model's family.
+    pub model_type: ModelType,
+    /// Number of the layer.
+    pub layer: usize,
+    /// Model width H.
+    pub hidden: usize,
+    /// Expert width I.
+    pub intermediate: usize,
+    /// Experts E.
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Between gate, up and down.
+    pub activation: Activation,
+    /// Whether the experts have biases.
+    pub bias: bool,
+    /// The expert that every token visits.
+    pub shared: Option<SharedSpec>,
+}
+
+/// A MoE block with its weights as stored.
+pub struct MoeLayer {
+    /// Shape and meaning.
+    pub spec: MoeSpec,
+    /// The router.
+    pub router: Router,
+    /// `[hidden]`, whose product with the input gates the shared expert through a sigmoid.
+    pub shared_gate: Option<Vec<f32>>,
+    buffers: Vec<Buffer>,
+    experts: Vec<[View; 3]>,
+    shared: Option<[View; 3]>,
+    /// `[experts]` of gate `[I]`, up `[I]`, down `[H]`; empty without biases.
+    biases: Vec<f32>,
+}
+
+/// A tensor as stored.
+struct Buffer {
+    float: Float,
+    bytes: Vec<u8>,
+}
+
+impl MoeLayer {
+    pub(super) fn load(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        fused: Option<FusedLayout>,
+    ) -> Result<Self, CheckpointError> {
+        let config = checkpoint.config();
+        if let Some(method) = &config.quantization {
+            return Err(CheckpointError::Quantised {
+                method: method.clone(),
+            });
+        }
+        let (model_type, layers) = (config.model_type, config.layers);
+        if layer >= layers {
+            return Err(CheckpointError::LayerRange {
+                layer,
+                model_type,
+                layers,
+            });
+        }
+        if let Some(reason) = config.dense_reason(layer) {
+            return Err(CheckpointError::DenseLayer { layer, reason });
+        }
+        let spec = MoeSpec {
+            model_type,
+            layer,
+            hidden: config.hidden,
+            intermediate: config.intermediate,
+            experts: config.experts,
+            top_k: config.top_k,
+            activation: config.activation,
+            bias: config.bias,
+            shared: config.shared,
+        };
+
+        // First all names and shapes, then all reading.
+        let fused = fused.unwrap_or(FusedLayout::of(model_type));
+        let mut plan = Plan::new(checkpoint, &spec, fused)?;
+        let router = plan.router(config.scoring.has_correction())?;
+        let (experts, biases) = plan.experts()?;
+        let (shared, shared_gate) = plan.shared()?;
+        let buffers = plan.finish()?;
+
+        let read = |tensor: &Option<Tensor<'_>>| match tensor {
+            Some(tensor) => tensor.read_f32().map(Some),
+            None => Ok(None),
+        };
+        let [weight, bias, correction] = router;
+        let router = Router::new(
+            spec.experts,
+            spec.hidden,
+            spec.top_k,
+            read(&weight)?.unwrap_or_default(),
+            read(&bias)?,
+            config
+                .scoring
+                .with_correction(read(&correction)?.unwrap_or_default()),
+        )
+        .map_err(|source| CheckpointError::Router { layer, source })?;
+        let shared_gate = read(&shared_gate)?;
+        let biases = biases.read(&spec)?;
+        let buffers = buffers
+            .par_iter()
+            .map(|tensor| {
+                Ok(Buffer {
+                    float: tensor.float,
+                    bytes: tensor.read_bytes()?,
+                })
+            })
+            .collect::<Result<_, CheckpointError>>()?;
+        Ok(Self {
+            spec,
+            router,
+            shared_gate,
+            buffers,
+            experts,
+            shared,
+            biases,
+        })
+    }
+
+    /// Row `row` of an expert's matrix: of gate and up (`intermediate` rows) `hidden`
+    /// values, of down (`hidden` rows) `intermediate` values.
+    ///
+    /// # Panics
+    /// If expert or row do not exist or `out` has another length.
+    pub fn expert_row(&self, expert: usize, projection: Projection, row: usize, out: &mut [f32]) {
+        self.row(
+            &self.experts[expert],
+            self.spec.intermediate,
+            projection,
+            row,
+            out,
+        );
+    }
+
+    /// An expert's bias: `intermediate` values for gate and up, `hidden` for down.
+    ///
+    /// # Panics
+    /// If the expert does not exist.
+    pub fn expert_bias(&self, expert: usize, projection: Projection) -> Option<&[f32]> {
+        let MoeSpec {
+            hidden,
+            intermediate,
+            experts,
+            bias,
+            ..
+        } = self.spec;
+        assert!(expert < experts, "expert {expert} of {experts}");
+        let (start, len) = match projection {
+            Projection::Gate => (0, intermediate),
+            Projection::Up => (intermediate, intermediate),
+            Projection::Down => (2 * intermediate, hidden),
+        };
+        let start = expert * (2 * intermediate + hidden) + start;
+        bias.then(|| &self.biases[start..start + len])
+    }
+
+    /// Row `row` of the shared expert's matrix, as [`Self::expert_row`] with the width of
+    /// `spec.shared`.
+    ///
+    /// # Panics
+    /// If there is no shared expert, the row does not exist or `out` has another length.
+    pub fn shared_row(&self, projection: Projection, row: usize, out: &mut [f32]) {
+        match (&self.shared, self.spec.shared) {
+            (Some(views), Some(shared)) => {
+                self.row(views, shared.intermediate, projection, row, out);
+            }
+            _ => panic!("layer {} has no shared expert", self.spec.layer),
+        }
+    }
+
+    /// Bytes of weights held.
+    pub fn weight_bytes(&self) -> usize {
+        self.buffers.iter().map(|buffer| buffer.bytes.len()).sum()
+    }
+
+    fn row(
+        &self,
+        views: &[View; 3],
+        width: usize,
+        projection: Projection,
+        row: usize,
+        out: &mut [f32],
+    ) {
+        let hidden = self.spec.hidden;
+        let (view, rows, columns) = match projection {
+            Projection::Gate => (views[0], width, hidden),
+            Projection::Up => (views[1], width, hidden),
+            Projection::Down => (views[2], hidden, width),
+        };
+        assert!(row < rows, "row {row} of {rows}");
+        assert_eq!(out.len(), columns, "row length");
+        let Buffer { float, bytes } = &self.buffers[view.buffer];
+        float.decode(bytes, view.first + row * view.row_stride, view.step, out);
+    }
+}
+
+impl fmt::Debug for MoeLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MoeLayer")
+            .field("spec", &self.spec)
+            .field("weight_bytes", &self.weight_bytes())
+            .finish_non_exhaustive()
+    }
+}

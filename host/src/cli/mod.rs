@@ -1,0 +1,198 @@
+//! The command line: arguments, set-up, exit status.
+
+mod check;
+mod demo;
+mod doctor;
+mod load;
+mod moe;
+mod table;
+
+use asym_gemm::formats::WeightFormat;
+use asym_gemm::moe::Backend;
+use asym_gemm::system::Threads;
+use clap::{Parser, Subcommand, ValueEnum};
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+
+/// Mixture-of-Experts layers whose weights stay in host memory, on CPU and GPU.
+#[derive(Debug, Parser)]
+#[command(name = "asym-gemm", version, propagate_version = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+    /// Print one JSON document instead of tables.
+    #[arg(long, global = true)]
+    json: bool,
+    /// Worker threads (default: what quota, affinity and physical cores allow).
+    #[arg(long, global = true, value_name = "N")]
+    threads: Option<std::num::NonZeroUsize>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a built-in model's MoE block on every back end present and check the results.
+    Demo(demo::DemoArguments),
+    /// Run one MoE layer of a checkpoint: router, experts, shared expert.
+    Moe(moe::MoeArguments),
+    /// Show what this machine can do: CPU, memory, limits, GPUs, link, kernels.
+    Doctor(doctor::DoctorArguments),
+}
+
+/// What a command found; errors are of the library or of the input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Passed,
+    Failed,
+}
+
+/// Any error; it is printed with its causes and ends the program with status 2.
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// `--format`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum FormatArgument {
+    /// bfloat16, as stored.
+    Bf16,
+    /// int8 with a scale for each row.
+    Int8,
+    /// int8 with a scale for each row and 128 columns.
+    #[value(name = "int8-block128")]
+    Int8Block128,
+}
+
+impl From<FormatArgument> for WeightFormat {
+    fn from(argument: FormatArgument) -> Self {
+        match argument {
+            FormatArgument::Bf16 => Self::Bf16,
+            FormatArgument::Int8 => Self::Int8PerRow,
+            FormatArgument::Int8Block128 => Self::Int8Block128,
+        }
+    }
+}
+
+/// `--backend`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BackendArgument {
+    /// Both if there is a GPU with kernels for it, otherwise the CPU.
+    Auto,
+    /// The CPU only.
+    Cpu,
+    /// The GPU only.
+    Gpu,
+    /// Experts with many rows on the GPU, the others on the CPU.
+    Both,
+}
+
+/// `--transfer`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TransferArgument {
+    /// Staged.
+    Auto,
+    /// The kernels read host memory.
+    Direct,
+    /// Through a ring in GPU memory.
+    Staged,
+    /// All weights in GPU memory.
+    Resident,
+}
+
+#[cfg(feature = "cuda")]
+impl From<TransferArgument> for asym_gemm::transfer::Transfer {
+    fn from(argument: TransferArgument) -> Self {
+        match argument {
+            TransferArgument::Auto => Self::Auto,
+            TransferArgument::Direct => Self::Direct,
+            TransferArgument::Staged => Self::Staged,
+            TransferArgument::Resident => Self::Resident,
+        }
+    }
+}
+
+/// Back ends that this machine has, the CPU first.
+fn present_backends() -> Vec<Backend> {
+    let mut backends = vec![Backend::Cpu];
+    if load::gpu_reason().is_none() {
+        backends.extend([Backend::Gpu, Backend::Both]);
+    }
+    backends
+}
+
+/// Parses the command line and runs it.
+pub(crate) fn run() -> ExitCode {
+    let arguments = Arguments::parse();
+    set_up_logging();
+    match execute(&arguments) {
+        Ok(Outcome::Passed) => ExitCode::SUCCESS,
+        Ok(Outcome::Failed) => ExitCode::from(1),
+        Err(error) => {
+            report_error(error.as_ref(), arguments.json);
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs the command; what it has to say goes out at its end.
+fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
+    set_up_threads(arguments.threads)?;
+    let mut text = String::new();
+    let outcome = match &arguments.command {
+        Command::Demo(a) => demo::run(a, arguments.json, &mut text),
+        Command::Moe(a) => moe::run(a, arguments.json, &mut text),
+        Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
+    }?;
+    // Not `print!`, which panics where nobody reads or the disk is full.
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| format!("standard output: {error}"))?;
+    Ok(outcome)
+}
+
+/// Prints an error with its causes, each once.
+fn report_error(error: &(dyn std::error::Error + 'static), json: bool) {
+    let mut parts: Vec<String> = Vec::new();
+    let mut next = Some(error);
+    while let Some(error) = next {
+        let text = error.to_string();
+        if !parts.last().is_some_and(|last| last.contains(&text)) {
+            parts.push(text);
+        }
+        next = error.source();
+    }
+    let message = parts.join(": ");
+    // Where neither can be written, the exit status is what is left.
+    if json {
+        let _ = writeln!(
+            std::io::stdout(),
+            "{}",
+            serde_json::json!({ "error": message })
+        );
+    }
+    let _ = writeln!(std::io::stderr(), "error: {message}");
+}
+
+/// Warnings and the like go to standard error; RUST_LOG chooses.
+fn set_up_logging() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        .with_target(false)
+        .init();
+}
+
+/// Sizes the global pool before anything uses it.
+fn set_up_threads(threads: Option<std::num::NonZeroUsize>) -> Result<(), Failure> {
+    let count = match threads {
+        Some(count) => count.get(),
+        // rayon reads its own variable when the count is 0.
+        None if std::env::var_os("RAYON_NUM_THREADS").is_some() => 0,
+        None => Threads::read().default_count(),
+    };
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(count)
+        .build_global()?;
+    Ok(())
+}

@@ -1,0 +1,25 @@
+//! One Mixture-of-Experts layer: which experts a token goes to, where its rows lie, and the
+//! experts themselves.
+//!
+//! - [`routing`]: router logits to expert ids and weights, for each scoring in use.
+//! - [`layout`]: expert ids to rows grouped by expert, and back.
+//! - [`ExpertBank`]: all experts' weights in one allocation that CPU and GPU read.
+//! - [`MoeBlock`]: the block of a decoder layer, on the CPU, the GPU or both.
+
+mod bank;
+mod block;
+mod error;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "cuda")]
+mod gpu_block;
+pub mod layout;
+pub mod routing;
+
+pub use bank::ExpertBank;
+pub use block::{BOTH_THRESHOLD_ROWS, Backend, BlockParts, ForwardReport, MoeBlock};
+pub use error::MoeError;
+#[cfg(feature = "cuda")]
+pub use gpu::{ExpertsPlan, GpuExperts};
+#[cfg(feature = "cuda")]
+pub use gpu_block::GpuBlock;

@@ -1,0 +1,200 @@
+//! Kernel arguments, laid out the same on host and device.
+//!
+//! Device addresses travel as `u64`: a pointer inside a by-value struct would make
+//! every access a generic one. All counts are in elements unless named otherwise.
+
+/// One expert's rows of a grouped GEMM: rows `start..end` of A and D use weight `weight`.
+#[repr(C, align(16))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Group {
+    /// First row.
+    pub start: u32,
+    /// One past the last row; equal to `start` for an empty group.
+    pub end: u32,
+    /// Index of the weight matrix.
+    pub weight: u32,
+    /// Fills the struct to one 16-byte load.
+    pub reserved: u32,
+}
+
+/// Where the value for weight `w`, output column `n` and K block `b` lies in a table of f32:
+///
+/// `base + w * weight_stride + (n / segment_columns) * segment_stride
+///  + (n % segment_columns) * column_stride + b * block_stride` (bytes).
+///
+/// One form for plain scale matrices and for the tables inside a bank's slices.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ColumnTable {
+    /// Device address; 0 when there is no table.
+    pub base: u64,
+    /// Bytes from one weight's table to the next.
+    pub weight_stride: u64,
+    /// Bytes from one segment of columns to the next.
+    pub segment_stride: u64,
+    /// Bytes from one K block to the next.
+    pub block_stride: u64,
+    /// Columns in one segment (0 counts as 1); a multiple of 128, or at least N.
+    pub segment_columns: u32,
+    /// Bytes from one column to the next.
+    pub column_stride: u32,
+}
+
+impl ColumnTable {
+    /// No table: nothing is read from it.
+    pub const NONE: Self = Self {
+        base: 0,
+        weight_stride: 0,
+        segment_stride: 0,
+        block_stride: 0,
+        segment_columns: u32::MAX,
+        column_stride: 0,
+    };
+
+    /// Address of the value for `weight` and `column` in block 0.
+    #[inline(always)]
+    pub fn address(&self, weight: u32, column: u32) -> u64 {
+        let segment = column / self.segment_columns.max(1);
+        self.base
+            + weight as u64 * self.weight_stride
+            + segment as u64 * self.segment_stride
+            + (column - segment * self.segment_columns) as u64 * self.column_stride as u64
+    }
+}
+
+/// How the tensor maps of B are to be read.
+pub mod weight_layout {
+    /// One 3-D map [G, N, K] over row-major matrices, a parameter of the kernel.
+    pub const ROWS: u32 = 0;
+    /// One 5-D map for each weight over a bank's panels
+    /// (slice, panel, unit, row, 128 bytes).
+    pub const PANELS: u32 = 1;
+}
+
+/// Bits of [`GemmArgs::flags`].
+pub mod gemm_flags {
+    /// D is bf16; otherwise f32.
+    pub const D_BF16: u32 = 1;
+    /// Rows of D can be stored in vectors (16 bytes of bf16, 8 of f32).
+    pub const D_VECTOR: u32 = 2;
+}
+
+/// D = A · B^T for each group. Passed by value after the tensor maps of A and of a row-major B.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct GemmArgs {
+    /// Device address of `[Group; group_count]`.
+    pub groups: u64,
+    /// Panels: device address of B's tensor maps, one a weight (128 bytes each, 64-byte aligned).
+    pub b_maps: u64,
+    /// Device address of D's first row and column.
+    pub d: u64,
+    /// Elements from one row of D to the next.
+    pub d_stride: u64,
+    /// Device address of A's scales: f32 [M, a_scale_stride], or 0.
+    pub a_scales: u64,
+    /// B's scales.
+    pub b_scales: ColumnTable,
+    /// Added to each column at the end.
+    pub bias: ColumnTable,
+    /// Scales of one row of A.
+    pub a_scale_stride: u32,
+    /// Number of groups.
+    pub group_count: u32,
+    /// Columns of D, rows of one weight.
+    pub n: u32,
+    /// Steps of 128 bytes along K.
+    pub k_steps: u32,
+    /// See [`weight_layout`].
+    pub b_layout: u32,
+    /// Panels: panels of B in one slice (N runs over slices, then panels); 0 counts as 1.
+    pub panels_per_slice: u32,
+    /// Panels: units of B along K in one slice (K runs over slices, then units); 0 counts as 1.
+    pub units_per_slice: u32,
+    /// See [`gemm_flags`].
+    pub flags: u32,
+    /// Weight index of the first matrix or map of B: a chunk's are numbered from 0.
+    pub first_weight: u32,
+    /// Fills the struct to a multiple of 8 bytes.
+    pub reserved: u32,
+}
+
+/// Packs token rows for the first expert product: packed row r takes token
+/// `source[r]`, rounded to bf16 or quantised; −1 gives a row of zeros.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PackRowsArgs {
+    /// f32 [T, hidden], rows `x_stride` apart.
+    pub x: u64,
+    /// i32 [rows].
+    pub source: u64,
+    /// bf16 or i8 [rows, padded].
+    pub out: u64,
+    /// f32 [rows, blocks]; unused for bf16.
+    pub scales: u64,
+    /// Elements from one row of x to the next.
+    pub x_stride: u64,
+    /// Columns that hold values.
+    pub hidden: u32,
+    /// Columns written (the rest zero); a multiple of 16.
+    pub padded: u32,
+}
+
+/// h = act(gate, up) for the packed rows of a chunk of experts.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ActivateArgs {
+    /// f32 [rows, slices * 256]: in each slice 16 gate columns, then 16 up columns, and so on.
+    pub gate_up: u64,
+    /// bf16 or i8 [rows, slices * 128].
+    pub h: u64,
+    /// f32 [rows, slices]; unused for bf16.
+    pub scales: u64,
+    /// Number of slices.
+    pub slices: u32,
+    /// Columns of h that the model has; those behind it, up to whole slices, become 0
+    /// (an infinite token times the bank's zero padding would be NaN).
+    pub intermediate: u32,
+    /// 0: silu(gate) * up; 1: the clamped form.
+    pub clamped: u32,
+    /// Bound of the clamped form.
+    pub limit: f32,
+    /// Slope of the clamped form.
+    pub alpha: f32,
+    /// Fills the struct to a multiple of 8 bytes.
+    pub reserved: u32,
+}
+
+/// out[t] = sum over slots of weight * y[row], then the shared expert's row.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CombineArgs {
+    /// f32 [rows, hidden]: unweighted expert outputs.
+    pub y: u64,
+    /// i32 [T, top_k]: row of y, −1 for a skipped slot.
+    pub output_index: u64,
+    /// f32 [T, top_k].
+    pub weights: u64,
+    /// f32 [T, hidden] of the shared expert, or 0.
+    pub shared: u64,
+    /// f32 [T]: the shared expert's weight for each token; used with `shared`.
+    pub shared_weights: u64,
+    /// f32 [T, hidden].
+    pub out: u64,
+    /// Columns.
+    pub hidden: u32,
+    /// Slots of a token.
+    pub top_k: u32,
+}
+
+/// Reads a buffer and does nothing with it: the rate of reads by the SMs.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ReadArgs {
+    /// Device-visible address, 16-byte aligned.
+    pub source: u64,
+    /// 16-byte vectors to read.
+    pub vectors: u64,
+    /// One word, written only so that the reads are not dropped.
+    pub sink: u64,
+}

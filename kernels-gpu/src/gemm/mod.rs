@@ -1,0 +1,74 @@
+//! Grouped GEMM for sm_90a: D[rows of group g] = A[rows of group g] · B[weight of g]^T.
+//!
+//! One persistent block an SM, three warpgroups: a producer whose single thread feeds a
+//! ring of shared-memory stages by TMA, and two consumers that issue wgmma on them. Full
+//! and empty mbarriers carry the hand-over in both directions; the producer runs ahead
+//! across tiles, so that a tile's epilogue overlaps the next tile's loads.
+//!
+//! ```text
+//! producer: for tile: for k: wait empty[s] -> expect bytes -> TMA A, TMA B -> s = s + 1
+//! consumer: for tile: for k: wait full[s] -> 4 x wgmma -> release the previous stage
+//!                     epilogue: scales, bias -> D
+//! ```
+//!
+//! Rows are independent in the product, so a tile that runs past its group loads the
+//! neighbour's rows (or TMA's zeros) and simply does not store them: any row start and
+//! any count are right, whatever the padding holds.
+//!
+//! B comes row-major or from a bank's panels, from HBM or from pinned host memory: only
+//! its tensor maps differ. The order of K is the same for every tile shape, so results depend
+//! neither on the transfer nor on the number of rows.
+
+use crate::tile::Tile;
+
+#[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
+mod consumer;
+#[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
+mod entries;
+#[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
+mod epilogue;
+#[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
+mod producer;
+#[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
+mod scaling;
+
+/// Name of the PTX module.
+pub const FAMILY: &str = "gemm";
+
+/// Element type of the operands and where their scales enter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operands {
+    /// bf16, no scales; f32 accumulation over all of K.
+    Bf16,
+    /// int8, a scale for each row of A and of B: one exact i32 sum over K, scaled at the end.
+    Int8PerRow,
+    /// int8, a scale for each row and 128 of K of A, and for each row of B.
+    Int8Slices,
+    /// int8, a scale for each row and 128 of K of both.
+    Int8Blocks,
+}
+
+impl Operands {
+    /// Elements of K in one step of 128 bytes.
+    pub const fn step_k(self) -> u32 {
+        match self {
+            Self::Bf16 => 64,
+            _ => 128,
+        }
+    }
+}
+
+/// The kernel's symbol for `operands` and `tile`, or `None` if there is no such tile.
+pub const fn kernel_name(operands: Operands, tile: Tile) -> Option<&'static str> {
+    Some(match (operands, tile.m, tile.n) {
+        (Operands::Bf16, 128, 128) => "sm90_bf16_grouped_gemm_128x128x64",
+        (Operands::Bf16, 64, 256) => "sm90_bf16_grouped_gemm_64x256x64",
+        (Operands::Int8PerRow, 128, 128) => "sm90_s8_per_row_grouped_gemm_128x128x128",
+        (Operands::Int8PerRow, 64, 256) => "sm90_s8_per_row_grouped_gemm_64x256x128",
+        (Operands::Int8Slices, 128, 128) => "sm90_s8_slices_grouped_gemm_128x128x128",
+        (Operands::Int8Slices, 64, 256) => "sm90_s8_slices_grouped_gemm_64x256x128",
+        (Operands::Int8Blocks, 128, 128) => "sm90_s8_blocks_grouped_gemm_128x128x128",
+        (Operands::Int8Blocks, 64, 256) => "sm90_s8_blocks_grouped_gemm_64x256x128",
+        _ => return None,
+    })
+}

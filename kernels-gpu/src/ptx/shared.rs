@@ -1,0 +1,60 @@
+//! Shared memory: matrix stores and vector loads.
+
+use core::arch::asm;
+
+/// Stores four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of
+/// matrix l / 8.
+///
+/// # Safety
+/// The warp must be converged and each `address` 16 bytes of shared memory that no other
+/// lane writes.
+#[inline(always)]
+pub(crate) unsafe fn store_matrix_x4(address: u32, r: [u32; 4]) {
+    // SAFETY: the caller gives valid addresses and a converged warp.
+    unsafe {
+        asm!("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{0}], {{{1}, {2}, {3}, {4}}};",
+             in(reg32) address, in(reg32) r[0], in(reg32) r[1], in(reg32) r[2], in(reg32) r[3],
+             options(nostack));
+    }
+}
+
+/// Loads 16 bytes.
+///
+/// # Safety
+/// `address` must be 16 aligned bytes of shared memory that hold data.
+#[inline(always)]
+pub(crate) unsafe fn load_v4(address: u32) -> [u32; 4] {
+    let (a, b, c, d): (u32, u32, u32, u32);
+    // SAFETY: the caller gives a valid address.
+    unsafe {
+        asm!("ld.shared.v4.b32 {{{0}, {1}, {2}, {3}}}, [{4}];",
+             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address, options(nostack));
+    }
+    [a, b, c, d]
+}
+
+/// Loads one word.
+///
+/// # Safety
+/// `address` must be 4 aligned bytes of shared memory that hold data.
+#[inline(always)]
+pub(crate) unsafe fn load(address: u32) -> u32 {
+    let value: u32;
+    // SAFETY: the caller gives a valid address.
+    unsafe {
+        asm!("ld.shared.b32 {0}, [{1}];", out(reg32) value, in(reg32) address, options(nostack));
+    }
+    value
+}
+
+/// Stores one word.
+///
+/// # Safety
+/// `address` must be 4 aligned bytes of shared memory that are ours to write.
+#[inline(always)]
+pub(crate) unsafe fn store(address: u32, value: u32) {
+    // SAFETY: the caller gives a valid address.
+    unsafe {
+        asm!("st.shared.b32 [{0}], {1};", in(reg32) address, in(reg32) value, options(nostack));
+    }
+}

@@ -1,0 +1,177 @@
+//! Tile order of the grouped GEMM.
+//!
+//! Tiles are numbered group by group; inside a group the row tile runs fastest, so
+//! that the blocks of one wave share weight tiles in L2. Block `b` of a grid of `g`
+//! takes tiles b, b + g, b + 2g, ...; the producer and both consumers of a block walk
+//! the same list. Empty groups have no tile and cost one 16-byte load.
+
+use crate::args::Group;
+
+/// Reads the groups of a call: a slice on the host, global memory on the device.
+pub trait Groups {
+    /// Number of groups.
+    fn count(&self) -> u32;
+    /// Group `index`, which is below [`Groups::count`].
+    fn get(&self, index: u32) -> Group;
+}
+
+impl Groups for &[Group] {
+    fn count(&self) -> u32 {
+        self.len() as u32
+    }
+
+    fn get(&self, index: u32) -> Group {
+        self[index as usize]
+    }
+}
+
+/// One tile of D.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileCoord {
+    /// First row of D (and A).
+    pub row: u32,
+    /// One past the last row of the group.
+    pub row_end: u32,
+    /// First column of D.
+    pub column: u32,
+    /// Weight matrix of the group.
+    pub weight: u32,
+}
+
+/// Number of tiles of a group with `rows` rows.
+#[inline(always)]
+pub const fn group_tiles(rows: u32, n: u32, tile_m: u32, tile_n: u32) -> u32 {
+    rows.div_ceil(tile_m) * n.div_ceil(tile_n)
+}
+
+/// Walks the tiles of one block.
+pub struct TileWalker<G> {
+    groups: G,
+    n_tiles: u32,
+    tile_m: u32,
+    tile_n: u32,
+    next: u32,
+    step: u32,
+    index: u32,
+    group: Group,
+    /// Number of the current group's first tile.
+    base: u32,
+}
+
+impl<G: Groups> TileWalker<G> {
+    /// Walker of block `block` in a grid of `blocks`, over D with `n` columns.
+    #[inline(always)]
+    pub fn new(groups: G, n: u32, tile_m: u32, tile_n: u32, block: u32, blocks: u32) -> Self {
+        let group = if groups.count() > 0 {
+            groups.get(0)
+        } else {
+            Group::default()
+        };
+        let n_tiles = n.div_ceil(tile_n);
+        Self {
+            groups,
+            n_tiles,
+            tile_m,
+            tile_n,
+            next: block,
+            step: blocks,
+            index: 0,
+            group,
+            base: 0,
+        }
+    }
+
+    /// The block's next tile.
+    #[inline(always)]
+    pub fn next_tile(&mut self) -> Option<TileCoord> {
+        let mut row_tiles;
+        loop {
+            if self.index >= self.groups.count() {
+                return None;
+            }
+            row_tiles = (self.group.end - self.group.start).div_ceil(self.tile_m);
+            let tiles = row_tiles * self.n_tiles;
+            if self.next - self.base < tiles {
+                break;
+            }
+            self.base += tiles;
+            self.index += 1;
+            if self.index < self.groups.count() {
+                self.group = self.groups.get(self.index);
+            }
+        }
+        // SAFETY: `next - base` is below row_tiles * n_tiles, so row_tiles is not 0.
+        unsafe { core::hint::assert_unchecked(row_tiles != 0) };
+        let local = self.next - self.base;
+        let column_tile = local / row_tiles;
+        let row_tile = local - column_tile * row_tiles;
+        self.next += self.step;
+        Some(TileCoord {
+            row: self.group.start + row_tile * self.tile_m,
+            row_end: self.group.end,
+            column: column_tile * self.tile_n,
+            weight: self.group.weight,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn groups(counts: &[u32]) -> Vec<Group> {
+        let mut start = 3;
+        let group = |(weight, &count): (usize, &u32)| {
+            let group = Group {
+                start,
+                end: start + count,
+                weight: weight as u32,
+                reserved: 0,
+            };
+            start += count + 1;
+            group
+        };
+        counts.iter().enumerate().map(group).collect()
+    }
+
+    /// Over all blocks of a grid every tile comes exactly once, and its rows and columns
+    /// cover the group.
+    #[test]
+    fn each_tile_exactly_once() {
+        let cases: [&[u32]; 7] = [
+            &[],
+            &[0],
+            &[0, 0, 5],
+            &[1, 64, 65, 128, 129],
+            &[1000],
+            &[0, 7, 0, 300, 0],
+            &[1; 300],
+        ];
+        for counts in cases {
+            let groups = groups(counts);
+            for (tile_m, tile_n) in [(128, 128), (64, 256)] {
+                for n in [1, 127, 128, 129, 512, 700] {
+                    for blocks in [1, 2, 132] {
+                        let mut seen = HashSet::new();
+                        for block in 0..blocks {
+                            let mut walker =
+                                TileWalker::new(&groups[..], n, tile_m, tile_n, block, blocks);
+                            while let Some(t) = walker.next_tile() {
+                                let group = groups[t.weight as usize];
+                                assert!(t.row >= group.start && t.row < t.row_end && t.column < n);
+                                assert_eq!(t.row_end, group.end);
+                                assert!(seen.insert((t.weight, t.row, t.column)));
+                            }
+                        }
+                        let want: u32 = counts
+                            .iter()
+                            .map(|&c| group_tiles(c, n, tile_m, tile_n))
+                            .sum();
+                        assert_eq!(seen.len() as u32, want);
+                    }
+                }
+            }
+        }
+    }
+}

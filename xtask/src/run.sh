@@ -24,11 +24,11 @@ run_all() {
     for program in "$here/$1"/*; do
         [ -x "$program" ] || continue
         name=$(basename "$program")
-        shift_args=$2
+        arguments=$2
         echo "== $name"
         # shellcheck disable=SC2086 # arguments are words
         if env "CARGO_BIN_EXE_asym-gemm=$here/asym-gemm" \
-            timeout "${TIMEOUT:-600}" "$program" $shift_args; then
+            timeout "${TIMEOUT:-600}" "$program" $arguments; then
             passed=$((passed + 1))
         else
             echo "== $name: FAILED (exit $?)"

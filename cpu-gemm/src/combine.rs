@@ -20,7 +20,7 @@ pub struct Combine<'a> {
     pub output_index: &'a [i32],
     /// Routing weights [T, top_k].
     pub weights: &'a [f32],
-    /// Shared expert: rows [T, H] and one weight a token [T].
+    /// Shared expert: rows [T, H] and one weight a token `[T]`.
     pub shared: Option<(&'a [f32], &'a [f32])>,
 }
 

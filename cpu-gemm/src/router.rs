@@ -18,7 +18,7 @@ pub struct Router<'a> {
     pub x: &'a [f32],
     /// Router weights [E, H].
     pub w: &'a [f32],
-    /// Router bias [E].
+    /// Router bias `[E]`.
     pub bias: Option<&'a [f32]>,
     /// H.
     pub hidden: usize,

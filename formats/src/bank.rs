@@ -142,13 +142,13 @@ impl BankGeometry {
         GATE_UP_PANELS * self.hidden_panel_bytes()
     }
 
-    /// Offset in a slice of the gate and up scales: f32 [16 panels][16 rows][hidden_blocks],
+    /// Offset in a slice of the gate and up scales: f32 `[16 panels][16 rows][hidden_blocks]`,
     /// panels in gate/up order.
     pub const fn gate_up_scales_offset(&self) -> usize {
         self.down_offset() + self.down_panels() * self.down_panel_bytes()
     }
 
-    /// Offset in a slice of the down scales of Block128: f32 [down_rows_padded].
+    /// Offset in a slice of the down scales of Block128: f32 `[down_rows_padded]`.
     pub const fn down_block_scales_offset(&self) -> usize {
         self.gate_up_scales_offset() + GATE_UP_PANELS * PANEL_ROWS * self.hidden_blocks() * 4
     }
@@ -172,12 +172,12 @@ impl BankGeometry {
         round_up(self.gate_up_bias_offset() + bias, ALIGN)
     }
 
-    /// Offset in an expert of the down scales of PerRow: f32 [down_rows_padded].
+    /// Offset in an expert of the down scales of PerRow: f32 `[down_rows_padded]`.
     pub const fn down_row_scales_offset(&self) -> usize {
         self.slices() * self.slice_bytes()
     }
 
-    /// Offset in an expert of the down bias: f32 [down_rows_padded].
+    /// Offset in an expert of the down bias: f32 `[down_rows_padded]`.
     pub const fn down_bias_offset(&self) -> usize {
         let scales = match self.format {
             WeightFormat::Int8PerRow => self.down_rows_padded() * 4,

@@ -54,7 +54,7 @@ impl std::fmt::Display for Backend {
 #[derive(Debug)]
 struct Shared {
     bank: Arc<ExpertBank>,
-    /// [H]: weight sigmoid(x · gate); without it the weight is 1.
+    /// `[H]`: weight sigmoid(x · gate); without it the weight is 1.
     gate: Option<Vec<f32>>,
 }
 
@@ -582,6 +582,6 @@ pub(super) struct Forward<'a> {
     pub(super) tokens: usize,
     pub(super) routing: &'a Routing,
     pub(super) packed: &'a Packed,
-    /// [T], empty without a shared expert.
+    /// `[T]`, empty without a shared expert.
     pub(super) shared_weights: Vec<f32>,
 }

@@ -1,9 +1,11 @@
 //! What the integration tests of the public API share.
 
 use asym_gemm::cpu::{Engine, ExpertSource};
+use asym_gemm::driver::{DriverError, Gpu};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::formats::bank::{BankGeometry, Projection};
 use asym_gemm::moe::{ExpertBank, MoeError};
+use asym_gemm_kernels_gpu::{elementwise, gemm};
 use asym_gemm_testkit::reference::ExpertWeights;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +24,20 @@ pub fn fixture(name: &str) -> PathBuf {
         PathBuf::from,
     );
     folder.join(name)
+}
+
+/// GPU 0 with every kernel loaded, or why there is none.
+///
+/// # Errors
+/// The reason, for a test to skip with.
+pub fn gpu() -> Result<Gpu, String> {
+    let open = || {
+        let gpu = Gpu::open(0)?;
+        gpu.module(gemm::FAMILY)?;
+        gpu.module(elementwise::FAMILY)?;
+        Ok::<Gpu, DriverError>(gpu)
+    };
+    open().map_err(|error| error.to_string())
 }
 
 /// An engine for each instruction set of this processor, the portable one first.

@@ -1,7 +1,5 @@
 //! The grouped GEMM against f64 (bf16) and against exact arithmetic (int8).
 
-mod gpu_common;
-
 use asym_gemm::driver::{DeviceBuffer, Gpu, PinnedBuffer, Stream};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::gemm::{
@@ -15,14 +13,9 @@ use asym_gemm_testkit::compare::{
 use asym_gemm_testkit::generate::{Pattern, gemm_shapes, matrix, rounded_to_bf16, row_counts};
 use asym_gemm_testkit::reference::{Group, Operand, QuantisedMatrix, grouped_gemm, int8_gemm};
 use asym_gemm_testkit::skip;
-use gpu_common::gpu;
+use asym_gemm_tests::{FORMATS, gpu};
 use half::bf16;
 
-const FORMATS: [WeightFormat; 3] = [
-    WeightFormat::Bf16,
-    WeightFormat::Int8PerRow,
-    WeightFormat::Int8Block128,
-];
 const TRANSFERS: [Transfer; 3] = [Transfer::Staged, Transfer::Direct, Transfer::Resident];
 /// Columns of D beyond N, which nobody may write.
 const GUARD_COLUMNS: usize = 8;

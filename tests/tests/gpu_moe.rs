@@ -1,13 +1,10 @@
 //! MoE blocks on the GPU, and on CPU and GPU together, against the reference: int8 to the bit,
 //! bf16 within its bound.
 
-mod gpu_common;
-
 use asym_gemm::cpu::Engine;
 use asym_gemm::driver::Gpu;
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::formats::activation::Activation;
-use asym_gemm::formats::bank::BankGeometry;
 use asym_gemm::moe::routing::{Router, Routing, Scoring};
 use asym_gemm::moe::{Backend, BlockParts, ExpertBank, MoeBlock, MoeError};
 use asym_gemm::transfer::Transfer;
@@ -17,13 +14,8 @@ use asym_gemm_testkit::generate::{
 };
 use asym_gemm_testkit::reference::{self, ExpertWeights, SharedExpert};
 use asym_gemm_testkit::skip;
-use gpu_common::{Source, gpu};
+use asym_gemm_tests::{FORMATS, Source, geometry, gpu};
 
-const FORMATS: [WeightFormat; 3] = [
-    WeightFormat::Bf16,
-    WeightFormat::Int8PerRow,
-    WeightFormat::Int8Block128,
-];
 const TRANSFERS: [Transfer; 3] = [Transfer::Staged, Transfer::Direct, Transfer::Resident];
 const RING: usize = 48 << 20;
 const CLAMPED: Activation = Activation::ClampedSwiGlu {
@@ -57,14 +49,13 @@ impl Model {
 
     fn block(&self, gpu: &Gpu, format: WeightFormat, transfer: Transfer, ring: usize) -> MoeBlock {
         let bank = |experts: &[ExpertWeights]| {
-            let geometry = BankGeometry {
-                experts: experts.len(),
-                hidden: self.hidden,
-                intermediate: experts[0].intermediate,
-                format,
-                bias: experts[0].gate_bias.is_some(),
-            };
-            ExpertBank::pinned(gpu, geometry, |e| Source(&experts[e]), || {}).unwrap()
+            ExpertBank::pinned(
+                gpu,
+                geometry(format, experts),
+                |e| Source(&experts[e]),
+                || {},
+            )
+            .unwrap()
         };
         let count = self.experts.len();
         let router = Router::new(
@@ -224,14 +215,8 @@ fn odd_shapes_and_a_small_ring() {
         let case = RoutingCase::new(RoutingKind::Uniform, 1, 37, 2, 5);
         let x = input(37, shape.0);
         for format in FORMATS {
-            let geometry = BankGeometry {
-                experts: 5,
-                hidden: shape.0,
-                intermediate: shape.1,
-                format,
-                bias: false,
-            };
-            for ring in [3 * geometry.expert_bytes(), RING] {
+            let expert_bytes = geometry(format, &model.experts).expert_bytes();
+            for ring in [3 * expert_bytes, RING] {
                 let mut block = model.block(&gpu, format, Transfer::Staged, ring);
                 model.check(
                     &format!("{shape:?}"),
@@ -353,13 +338,7 @@ fn what_cannot_be_done_is_an_error() {
         Err(reason) => skip!(gpu, "{reason}"),
     };
     let model = Model::new(2, (64, 64), false);
-    let geometry = BankGeometry {
-        experts: 2,
-        hidden: 64,
-        intermediate: 64,
-        format: WeightFormat::Bf16,
-        bias: false,
-    };
+    let geometry = geometry(WeightFormat::Bf16, &model.experts);
     let parts = |experts| BlockParts {
         router: Router::new(
             2,

@@ -33,8 +33,17 @@ impl<'a, T> Scatter<'a, T> {
     #[inline(always)]
     #[expect(clippy::mut_from_ref, reason = "disjointness is the caller's duty")]
     pub(crate) unsafe fn row(&self, row: usize, column: usize, count: usize) -> &mut [T] {
+        // In this order nothing can wrap: a row number past the matrix fails before the product.
+        assert!(
+            count <= self.stride && column <= self.stride - count,
+            "inside a row"
+        );
+        assert!(row <= self.len / self.stride, "inside the matrix");
         let start = row * self.stride + column;
-        assert!(start + count <= self.len, "inside the matrix");
+        assert!(
+            start <= self.len && count <= self.len - start,
+            "inside the matrix"
+        );
         // SAFETY: in bounds, asserted above; not aliased, by this function's contract.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(start), count) }
     }

@@ -462,6 +462,50 @@ fn the_output_is_what_was_compared() {
     }
 }
 
+/// Thread counts that no machine has are refused, not tried.
+#[test]
+fn absurd_thread_counts_are_refused() {
+    let call = || Call::new(&["doctor", "--no-measure"]);
+    call()
+        .with(&["--threads", "1025"])
+        .refused(&["1025 threads", "--threads", "1024"]);
+    for bad in ["99999999", "-1", "x"] {
+        call()
+            .variable(("RAYON_NUM_THREADS", bad))
+            .refused(&["RAYON_NUM_THREADS", "1024"]);
+    }
+}
+
+/// The output never takes the place of what the command reads, nor follows a link.
+#[test]
+fn output_spares_the_checkpoint_and_the_input() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).expect("a folder");
+    for name in ["config.json", "model.safetensors", "moe_io.safetensors"] {
+        std::fs::copy(fixture("qwen3_moe_bf16").join(name), model.join(name)).expect("a copy");
+    }
+    let input = folder.path().join("input.safetensors");
+    std::fs::copy(model.join("moe_io.safetensors"), &input).expect("a copy");
+    let call = |output: &Path| {
+        Call::moe(&model, 0, &format!("{}:layer0.input", text(&input)))
+            .with(&["--output", &text(output)])
+    };
+    for name in ["config.json", "model.safetensors"] {
+        let before = std::fs::read(model.join(name)).expect("a file");
+        call(&model.join(name)).refused(&["--output", name, "checkpoint"]);
+        assert_eq!(std::fs::read(model.join(name)).expect("a file"), before);
+    }
+    call(&input).refused(&["--output", "read by this command"]);
+    call(&folder.path().join("absent/out")).refused(&["--output", "folder is not there"]);
+    #[cfg(unix)]
+    {
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).expect("a link");
+        call(&link).refused(&["--output", "a link"]);
+    }
+}
+
 #[test]
 fn threads_do_not_change_a_byte() {
     let folder = folder();
@@ -639,7 +683,7 @@ fn damaged_checkpoints() {
 fn outputs_that_cannot_be_written() {
     let folder = folder();
     let call = |path: &Path| Call::fixture(FIXTURES[0]).with(&["--output", &text(path)]);
-    call(&folder.path().join("absent/y")).refused(&["absent/y", "No such file"]);
+    call(&folder.path().join("absent/y")).refused(&["absent/y", "its folder is not there"]);
     assert!(names(folder.path()).is_empty());
 
     // A folder in the file's place stays, and nothing is left beside it.

@@ -614,3 +614,53 @@ fn index_and_shards_that_disagree() {
     fs::remove_file(folder.path().join("config.json")).unwrap();
     assert!(open().to_string().contains("config.json"));
 }
+
+/// A sparse file can back any size: what memory does not hold is an error, not an abort.
+#[test]
+fn a_tensor_larger_than_memory_is_an_error() {
+    let bytes = (1u64 << 31) * 512;
+    let json = format!(
+        r#"{{"x":{{"dtype":"F32","shape":[{},128],"data_offsets":[0,{bytes}]}}}}"#,
+        1u64 << 31
+    );
+    let folder = folder();
+    let path = folder.path().join("sparse.safetensors");
+    let header = raw(&json, 0);
+    fs::write(&path, &header).unwrap();
+    let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(header.len() as u64 + bytes).unwrap();
+    let file = TensorFile::open(&path).unwrap();
+    for error in [
+        file.read_f32("x").unwrap_err(),
+        file.read_bytes("x").unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert!(
+            text.contains("x needs") && text.contains("memory"),
+            "{text}"
+        );
+    }
+}
+
+/// What a header repeats without end is cut off, also in the error's text.
+#[test]
+fn endless_shapes_names_and_metadata_are_refused() {
+    let shape = format!(
+        r#"{{"a":{{"dtype":"F32","shape":[0{}],"data_offsets":[0,0]}}}}"#,
+        ",1".repeat(1 << 20)
+    );
+    let name = format!(
+        r#"{{"{}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}}}"#,
+        "n".repeat(1 << 20)
+    );
+    let dtype = format!(
+        r#"{{"a":{{"dtype":"{}","shape":[0],"data_offsets":[0,0]}}}}"#,
+        "F".repeat(1 << 20)
+    );
+    let entries: Vec<String> = (0..70_000).map(|i| format!(r#""{i}":"x""#)).collect();
+    let metadata = format!(r#"{{"__metadata__":{{{}}}}}"#, entries.join(","));
+    for json in [shape, name, dtype, metadata] {
+        let error = open_bytes(&raw(&json, 0)).unwrap_err().to_string();
+        assert!(error.len() < 1000, "{} bytes of error", error.len());
+    }
+}

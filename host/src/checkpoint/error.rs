@@ -39,6 +39,11 @@ impl fmt::Display for ForeignFile {
     }
 }
 
+/// The beginning of a text from a file, without control characters.
+fn shown(text: &str) -> String {
+    text.chars().take(80).flat_map(char::escape_debug).collect()
+}
+
 /// A safetensors file that cannot be read or written.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -51,6 +56,9 @@ pub enum FileError {
         /// Its reason.
         source: io::Error,
     },
+    /// A tensor larger than the memory there is.
+    #[error(transparent)]
+    Memory(#[from] crate::system::MemoryShort),
     /// A folder, pipe or device.
     #[error("{}: not a regular file", path.display())]
     NotAFile {
@@ -242,7 +250,7 @@ pub enum ConfigError {
     #[error("no `model_type`; supported: {}", ModelType::list())]
     NoModelType,
     /// A model family without support.
-    #[error("model_type `{0}` is not supported; supported: {list}", list = ModelType::list())]
+    #[error("model_type `{}` is not supported; supported: {list}", shown(.0), list = ModelType::list())]
     UnknownModelType(String),
     /// A value of the wrong type or out of its range.
     #[error("`{key}` is {found}, expected {expected}")]

@@ -7,6 +7,7 @@
 use super::error::{FileError, NameList};
 use super::float::Float;
 use super::header::{Header, PREFIX, TensorInfo, header_length};
+use crate::system::zeroed;
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -44,7 +45,8 @@ impl TensorFile {
         let mut start = [0; 64];
         let start = &mut start[..file_len.min(64) as usize];
         read_at(&path, &file, start, 0)?;
-        let mut header = vec![0; header_length(&path, start, file_len)? as usize];
+        let length = header_length(&path, start, file_len)? as usize;
+        let mut header = zeroed("the header", length, 0)?;
         read_at(&path, &file, &mut header, PREFIX)?;
         let header = Header::parse(&path, &header, file_len)?;
         Ok(Self { path, file, header })
@@ -90,7 +92,7 @@ impl TensorFile {
     /// No such tensor, or the file cannot be read or has shrunk.
     pub fn read_bytes(&self, name: &str) -> Result<Vec<u8>, FileError> {
         let info = self.info(name)?;
-        let mut bytes = vec![0; info.bytes];
+        let mut bytes = zeroed(name, info.bytes, 0)?;
         read_at(&self.path, &self.file, &mut bytes, info.offset)?;
         Ok(bytes)
     }
@@ -103,7 +105,7 @@ impl TensorFile {
         let info = self.info(name)?;
         let float = Float::of(info.dtype)
             .ok_or_else(|| self.dtype_error(name, info.dtype, Float::SUPPORTED))?;
-        let mut values = vec![0.0; info.elements()];
+        let mut values = zeroed(name, info.elements(), 0.0)?;
         let mut block = vec![0; info.bytes.min(BLOCK)];
         let mut offset = info.offset;
         for values in values.chunks_mut(BLOCK / float.size()) {

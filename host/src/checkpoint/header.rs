@@ -8,7 +8,9 @@
 use super::error::{FileError, ForeignFile};
 use safetensors::Dtype;
 use serde::de::value::{Error as ValueError, StrDeserializer};
-use serde::de::{Deserialize, Deserializer, Error, IntoDeserializer, MapAccess, Visitor};
+use serde::de::{
+    Deserialize, Deserializer, Error, IntoDeserializer, MapAccess, SeqAccess, Visitor,
+};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -171,8 +173,73 @@ struct RawHeader {
 #[derive(serde::Deserialize)]
 struct RawTensor {
     dtype: String,
+    #[serde(deserialize_with = "dimensions")]
     shape: Vec<u64>,
     data_offsets: (u64, u64),
+}
+
+/// Dimensions that a tensor may have; a header could state millions.
+const MAX_DIMENSIONS: usize = 64;
+/// Bytes of a tensor's name; names stand in error texts.
+const MAX_NAME: usize = 4096;
+/// Entries of the metadata.
+const MAX_METADATA: usize = 1 << 16;
+/// Characters of a dtype that an error text repeats.
+const SHOWN_DTYPE: usize = 32;
+
+fn dimensions<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    struct Dimensions;
+    impl<'de> Visitor<'de> for Dimensions {
+        type Value = Vec<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "at most {MAX_DIMENSIONS} dimensions")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<u64>, A::Error> {
+            let mut shape = Vec::new();
+            while let Some(dimension) = seq.next_element()? {
+                if shape.len() == MAX_DIMENSIONS {
+                    return Err(A::Error::invalid_length(shape.len() + 1, &self));
+                }
+                shape.push(dimension);
+            }
+            Ok(shape)
+        }
+    }
+    deserializer.deserialize_seq(Dimensions)
+}
+
+/// The `__metadata__` entry: text to text, or null.
+struct Metadata(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct MetadataVisitor;
+        impl<'de> Visitor<'de> for MetadataVisitor {
+            type Value = Metadata;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "null or an object of at most {MAX_METADATA} texts")
+            }
+
+            fn visit_unit<E: Error>(self) -> Result<Metadata, E> {
+                Ok(Metadata(BTreeMap::new()))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Metadata, A::Error> {
+                let mut entries = BTreeMap::new();
+                while let Some((key, value)) = map.next_entry()? {
+                    if entries.len() == MAX_METADATA {
+                        return Err(A::Error::invalid_length(entries.len() + 1, &self));
+                    }
+                    entries.insert(key, value);
+                }
+                Ok(Metadata(entries))
+            }
+        }
+        deserializer.deserialize_any(MetadataVisitor)
+    }
 }
 
 impl RawTensor {
@@ -184,8 +251,9 @@ impl RawTensor {
         expected: u64,
         data_start: u64,
     ) -> Result<TensorInfo, FileError> {
-        let (path, tensor, dtype) = (path.to_path_buf(), tensor.to_owned(), self.dtype.clone());
-        let Some(known) = parse_dtype(&dtype) else {
+        let (path, tensor) = (path.to_path_buf(), tensor.to_owned());
+        let dtype: String = self.dtype.chars().take(SHOWN_DTYPE).collect();
+        let Some(known) = parse_dtype(&self.dtype) else {
             return Err(FileError::UnknownDtype {
                 path,
                 tensor,
@@ -275,10 +343,15 @@ impl<'de> Deserialize<'de> for RawHeader {
                 let mut tensors = Vec::new();
                 let mut metadata = BTreeMap::new();
                 while let Some(name) = map.next_key::<String>()? {
+                    if name.len() > MAX_NAME {
+                        return Err(A::Error::custom(format_args!(
+                            "a tensor name of {} bytes, at most {MAX_NAME} are read",
+                            name.len()
+                        )));
+                    }
                     let in_entry = |err| A::Error::custom(format_args!("`{name}`: {err}"));
                     if name == "__metadata__" {
-                        let text = map.next_value::<Option<_>>().map_err(in_entry)?;
-                        metadata = text.unwrap_or_default();
+                        metadata = map.next_value::<Metadata>().map_err(in_entry)?.0;
                     } else {
                         let tensor = map.next_value().map_err(in_entry)?;
                         tensors.push((name, tensor));

@@ -183,16 +183,29 @@ fn set_up_logging() {
         .init();
 }
 
+/// Threads beyond this only cost: none of today's machines has as many cores.
+const MAX_THREADS: usize = 1024;
+
 /// Sizes the global pool before anything uses it.
 fn set_up_threads(threads: Option<std::num::NonZeroUsize>) -> Result<(), Failure> {
-    let count = match threads {
-        Some(count) => count.get(),
-        // rayon reads its own variable when the count is 0.
-        None if std::env::var_os("RAYON_NUM_THREADS").is_some() => 0,
-        None => Threads::read().default_count(),
+    const VARIABLE: &str = "RAYON_NUM_THREADS";
+    let (count, source) = match (threads, std::env::var_os(VARIABLE)) {
+        (Some(count), _) => (count.get(), "--threads"),
+        (None, Some(text)) if !text.is_empty() => {
+            let text = text.to_string_lossy();
+            let count = text.parse().map_err(|_| {
+                format!("{VARIABLE}={text}: expected a number from 1 to {MAX_THREADS}")
+            })?;
+            (count, VARIABLE)
+        }
+        _ => (Threads::read().default_count(), "the machine"),
     };
+    if !(1..=MAX_THREADS).contains(&count) {
+        return Err(format!("{count} threads ({source}): possible are 1 to {MAX_THREADS}").into());
+    }
     rayon::ThreadPoolBuilder::new()
         .num_threads(count)
-        .build_global()?;
+        .build_global()
+        .map_err(|error| format!("starting {count} threads ({source}): {error}"))?;
     Ok(())
 }

@@ -50,7 +50,7 @@ struct Report {
     #[serde(flatten)]
     forward: ForwardReport,
     comparison: Option<Comparison>,
-    output: Option<PathBuf>,
+    output: Option<String>,
 }
 
 pub(super) fn run(
@@ -68,6 +68,9 @@ pub(super) fn run(
             Some(_) => Backend::Cpu,
         },
     };
+    if let Some(path) = &arguments.output {
+        check_output(path, arguments)?;
+    }
     let layer = load::layer(&arguments.model, arguments.layer)?;
     let hidden = layer.spec.hidden;
     let x = tokens("--input", &arguments.input, hidden)?;
@@ -86,9 +89,6 @@ pub(super) fn run(
             Some(expected)
         }
     };
-    if let Some(path) = &arguments.output {
-        check_output(path)?;
-    }
     let ring_bytes = arguments.ring_mib.map(|mib| mib.saturating_mul(1 << 20));
     let mut block = load::block(&layer, format, &[backend], arguments.transfer, ring_bytes)?;
     let (out, forward) = block.forward(&x, backend)?;
@@ -105,7 +105,10 @@ pub(super) fn run(
         format: format.name(),
         forward,
         comparison: expected.map(|expected| Comparison::new(&out, &expected, hidden, format)),
-        output: arguments.output.clone(),
+        output: arguments
+            .output
+            .as_ref()
+            .map(|path| path.display().to_string()),
     };
     if json {
         writeln!(text, "{}", serde_json::to_string_pretty(&report)?)?;
@@ -118,14 +121,40 @@ pub(super) fn run(
     })
 }
 
-/// Refuses an output that is there but no file: a device such as /dev/null would be replaced.
-fn check_output(path: &Path) -> Result<(), Failure> {
-    match path.metadata() {
-        Ok(about) if !about.is_file() => {
-            Err(format!("--output {}: there, but not a regular file", path.display()).into())
-        }
-        _ => Ok(()),
+/// Refuses, before anything is computed, an output that cannot be written or that would take
+/// the place of what is read: a part of the checkpoint, the input, the expectation, or
+/// something that is no file.
+fn check_output(path: &Path, arguments: &MoeArguments) -> Result<(), Failure> {
+    let refuse = |reason: &str| Err(format!("--output {}: {reason}", path.display()).into());
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let Ok(folder) = folder.canonicalize() else {
+        return refuse("its folder is not there");
+    };
+    match path.symlink_metadata() {
+        Ok(about) if about.is_symlink() => return refuse("a link; name the file itself"),
+        Ok(about) if !about.is_file() => return refuse("there, but not a regular file"),
+        Ok(_) => {}
+        Err(_) => return Ok(()),
     }
+    let target = folder.join(path.file_name().unwrap_or_default());
+    if arguments
+        .model
+        .canonicalize()
+        .is_ok_and(|model| model == folder)
+    {
+        return refuse("a file of the checkpoint's folder, which stays as it is");
+    }
+    let read = [Some(&arguments.input), arguments.expect.as_ref()];
+    for spec in read.into_iter().flatten() {
+        let read = TensorSpec::parse(spec).path.canonicalize();
+        if read.is_ok_and(|read| read == target) {
+            return refuse("also read by this command");
+        }
+    }
+    Ok(())
 }
 
 /// Values of a [tokens, hidden] tensor.
@@ -163,7 +192,7 @@ fn print(text: &mut String, report: &Report) -> fmt::Result {
         f.weight_bytes as f64 / 1e6
     )?;
     if let Some(path) = &report.output {
-        writeln!(text, "output: {}", path.display())?;
+        writeln!(text, "output: {path}")?;
     }
     if let Some(c) = &report.comparison {
         let row = |name: &str, error: f64, limit: f64| {

@@ -212,24 +212,30 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        let Some(_current) = self.context.enter_to_release() else {
-            return;
-        };
-        let driver = self.context.driver;
         let pointer: *mut c_void = self.host_pointer().as_ptr().cast();
-        match &self.memory {
-            HostMemory::Empty => {}
-            HostMemory::Registered(_) | HostMemory::Borrowed { .. } => {
-                // SAFETY: registered when the buffer was made, and unregistered once;
-                // our mapping is unmapped after this.
-                let code = unsafe { (driver.api.host_unregister)(pointer) };
-                driver.log_failure("cuMemHostUnregister", code);
-            }
-            HostMemory::Driver { .. } => {
-                // SAFETY: allocated by cuMemHostAlloc and freed once.
-                let code = unsafe { (driver.api.host_free)(pointer) };
-                driver.log_failure("cuMemFreeHost", code);
-            }
+        let memory = std::mem::replace(&mut self.memory, HostMemory::Empty);
+        let released = self.context.enter_to_release().is_some_and(|_current| {
+            let driver = self.context.driver;
+            let (call, code) = match &memory {
+                HostMemory::Empty => return true,
+                HostMemory::Registered(_) | HostMemory::Borrowed { .. } => {
+                    // SAFETY: registered when the buffer was made, and unregistered once;
+                    // our mapping is unmapped after this.
+                    ("cuMemHostUnregister", unsafe {
+                        (driver.api.host_unregister)(pointer)
+                    })
+                }
+                HostMemory::Driver { .. } => {
+                    // SAFETY: allocated by cuMemHostAlloc and freed once.
+                    ("cuMemFreeHost", unsafe { (driver.api.host_free)(pointer) })
+                }
+            };
+            driver.log_failure(call, code);
+            code == 0
+        });
+        if !released {
+            // The device may still reach it: better lost than unmapped under its hands.
+            std::mem::forget(memory);
         }
     }
 }

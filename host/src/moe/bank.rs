@@ -5,6 +5,7 @@
 use super::MoeError;
 #[cfg(feature = "cuda")]
 use crate::driver::{Gpu, PinnedBuffer};
+use crate::system::zeroed;
 use asym_gemm_cpu::{BankRef, CpuError, ExpertSource, pack_expert};
 use asym_gemm_formats::bank::BankGeometry;
 use bytemuck::{Pod, Zeroable};
@@ -62,7 +63,7 @@ impl ExpertBank {
     ) -> Result<Self, MoeError> {
         check(geometry)?;
         let lines = geometry.bank_bytes().div_ceil(size_of::<CacheLine>());
-        let memory = Memory::Plain(vec![CacheLine::zeroed(); lines]);
+        let memory = Memory::Plain(zeroed("the expert bank", lines, CacheLine::zeroed())?);
         Self { geometry, memory }.fill(source, packed)
     }
 

@@ -47,6 +47,9 @@ pub enum MoeError {
         /// Bytes of one expert.
         expert_bytes: usize,
     },
+    /// The bank does not fit into memory.
+    #[error(transparent)]
+    Memory(#[from] crate::system::MemoryShort),
     /// Routing failed.
     #[error(transparent)]
     Routing(#[from] RoutingError),

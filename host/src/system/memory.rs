@@ -50,6 +50,42 @@ fn field_bytes(meminfo: &str, name: &str) -> Option<u64> {
     })
 }
 
+/// Host memory that an allocation cannot have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} needs {bytes} bytes of host memory{}", usable.map_or_else(String::new, |usable| format!("; {usable} are available")))]
+pub struct MemoryShort {
+    /// What the memory is for.
+    pub what: String,
+    /// Bytes needed.
+    pub bytes: u64,
+    /// Bytes available, if known.
+    pub usable: Option<u64>,
+}
+
+/// Allocations below this are tried without asking what is available.
+const ASK_BYTES: u64 = 64 << 20;
+
+/// `len` copies of `zero`, or an error where the memory is not there: a size that a file
+/// states must not end the process, nor invite the system to kill it.
+pub(crate) fn zeroed<T: Copy>(what: &str, len: usize, zero: T) -> Result<Vec<T>, MemoryShort> {
+    let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+    let short = |usable| MemoryShort {
+        what: what.to_owned(),
+        bytes,
+        usable,
+    };
+    if bytes >= ASK_BYTES {
+        let usable = Memory::read().usable_bytes();
+        if usable.is_some_and(|usable| usable < bytes) {
+            return Err(short(usable));
+        }
+    }
+    let mut values = Vec::new();
+    values.try_reserve_exact(len).map_err(|_| short(None))?;
+    values.resize(len, zero);
+    Ok(values)
+}
+
 /// One NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct NumaNode {

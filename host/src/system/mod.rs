@@ -10,7 +10,8 @@ mod threads;
 
 pub use bandwidth::dram_read_rate;
 pub use cpu::{AmxPermission, CpuInfo, amx_permission, request_amx};
-pub use memory::{LockLimit, Memory, NumaNode, NumaNodes};
+pub(crate) use memory::zeroed;
+pub use memory::{LockLimit, Memory, MemoryShort, NumaNode, NumaNodes};
 pub use threads::Threads;
 
 /// Everything above in one report.

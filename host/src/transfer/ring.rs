@@ -23,7 +23,7 @@ pub struct Ring {
 impl Ring {
     /// Bytes of each of `slots` slots in `ring_bytes`: tensor maps want aligned addresses.
     pub fn slot_bytes_of(ring_bytes: usize, slots: usize) -> usize {
-        ring_bytes / slots / SLOT_ALIGN * SLOT_ALIGN
+        ring_bytes / slots.max(1) / SLOT_ALIGN * SLOT_ALIGN
     }
 
     /// A ring of `slots` slots of `slot_bytes` each.
@@ -31,19 +31,22 @@ impl Ring {
     /// # Errors
     /// If `slot_bytes` is not a multiple of 256 or the device has no room.
     pub fn new(gpu: &Gpu, slots: usize, slot_bytes: usize) -> Result<Self, DriverError> {
-        if !slot_bytes.is_multiple_of(SLOT_ALIGN) {
-            return Err(DriverError::InvalidArgument {
+        let bytes = slots
+            .checked_mul(slot_bytes)
+            .filter(|_| slots > 0 && slot_bytes.is_multiple_of(SLOT_ALIGN))
+            .ok_or_else(|| DriverError::InvalidArgument {
                 call: "Ring::new",
-                reason: format!("slots of {slot_bytes} bytes are not a multiple of {SLOT_ALIGN}"),
-            });
-        }
+                reason: format!(
+                    "{slots} slots of {slot_bytes} bytes: at least one, in multiples of {SLOT_ALIGN}"
+                ),
+            })?;
         let events = || {
             (0..slots)
                 .map(|_| Event::untimed(gpu))
                 .collect::<Result<Vec<_>, _>>()
         };
         Ok(Self {
-            buffer: DeviceBuffer::alloc(gpu, slots * slot_bytes)?,
+            buffer: DeviceBuffer::alloc(gpu, bytes)?,
             slot_bytes,
             copies: Stream::new(gpu)?,
             filled: events()?,
@@ -97,6 +100,7 @@ impl Ring {
         offset: usize,
         source: &[u8],
     ) -> Result<(), DriverError> {
+        self.check("Ring::copy", slot)?;
         if offset
             .checked_add(source.len())
             .is_none_or(|end| end > self.slot_bytes)
@@ -117,11 +121,23 @@ impl Ring {
         }
     }
 
+    /// An error that names a slot that the ring does not have.
+    fn check(&self, call: &'static str, slot: usize) -> Result<(), DriverError> {
+        match slot < self.slots() {
+            true => Ok(()),
+            false => Err(DriverError::InvalidArgument {
+                call,
+                reason: format!("slot {slot} of {}", self.slots()),
+            }),
+        }
+    }
+
     /// Makes `compute` wait for the slot's copies.
     ///
     /// # Errors
     /// If the driver fails.
     pub fn finish(&self, slot: usize, compute: &Stream) -> Result<(), DriverError> {
+        self.check("Ring::finish", slot)?;
         self.filled[slot].record(&self.copies)?;
         compute.wait(&self.filled[slot])
     }
@@ -131,6 +147,7 @@ impl Ring {
     /// # Errors
     /// If the driver fails.
     pub fn release(&self, slot: usize, compute: &Stream) -> Result<(), DriverError> {
+        self.check("Ring::release", slot)?;
         self.freed[slot].record(compute)
     }
 

@@ -66,13 +66,14 @@ impl GroupedGemm {
         transfer: Transfer,
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
-        // SAFETY: the borrows last until the synchronisation below, which comes on every path.
+        // SAFETY: the borrows last until both waits below, which come on every path.
         let enqueued = unsafe { self.enqueue(a, b, groups, d, transfer, stream) };
-        stream.synchronize()?;
-        if let Some(ring) = &self.ring {
-            ring.synchronize()?;
-        }
-        enqueued
+        let computed = stream.synchronize();
+        let copied = self.ring.as_ref().map_or(Ok(()), Ring::synchronize);
+        let plan = enqueued?;
+        computed?;
+        copied?;
+        Ok(plan)
     }
 
     /// Enqueues the call on `stream` and returns at once.
@@ -537,7 +538,11 @@ fn map_activations(
                 codes.columns(),
                 codes.stride(),
             )?;
-            Ok((map, scales.address(), scales.stride() as u32))
+            let stride = u32::try_from(scales.stride()).map_err(|_| GemmError::Unsupported {
+                what: "A scales",
+                reason: format!("rows are {} elements apart", scales.stride()),
+            })?;
+            Ok((map, scales.address(), stride))
         }
     }
 }

@@ -7,6 +7,10 @@ use asym_gemm_formats::int8::BLOCK;
 use bytemuck::Pod;
 use half::bf16;
 
+/// Elements from one row of weight scales to the next: the kernels address the 128 rows of
+/// a warpgroup by 32-bit byte offsets.
+const MAX_SCALE_STRIDE: usize = (u32::MAX as usize + 1) / (128 * size_of::<f32>()) / 2;
+
 /// A row-major matrix in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMatrix<'a, T: Pod> {
@@ -219,6 +223,15 @@ impl<'a> Weights<'a> {
                 reason: format!(
                     "{format} over {count} x [{n}, {k}] needs {:?}, found {found:?}",
                     blocks.map(|b| (count * n, b))
+                ),
+            });
+        }
+        if let Some(scales) = scales.filter(|scales| scales.stride() > MAX_SCALE_STRIDE) {
+            return Err(GemmError::Unsupported {
+                what: "weight scales",
+                reason: format!(
+                    "rows are {} elements apart; at most {MAX_SCALE_STRIDE} are possible",
+                    scales.stride()
                 ),
             });
         }

@@ -214,14 +214,16 @@ impl GpuBlock {
         Ok(())
     }
 
-    /// Waits for all that was enqueued, kernels and copies.
+    /// Waits for all that was enqueued, kernels and copies; for each of them, also after one
+    /// has failed, since all read memory that the caller may free next.
     fn wait(&self) -> Result<(), MoeError> {
-        self.stream.synchronize()?;
-        self.experts.synchronize_copies()?;
-        if let Some(shared) = &self.shared {
-            shared.synchronize_copies()?;
-        }
-        Ok(())
+        let computed = self.stream.synchronize();
+        let copied = self.experts.synchronize_copies();
+        let shared = self
+            .shared
+            .as_ref()
+            .map_or(Ok(()), GpuExperts::synchronize_copies);
+        Ok(computed.and(copied).and(shared)?)
     }
 }
 

@@ -5,10 +5,13 @@ use std::process::Command;
 
 use crate::TaskResult;
 
-/// The workspace's root folder.
+/// The workspace's root folder: where cargo runs this task, or else where it was compiled
+/// (a target folder may serve several checkouts).
 pub(crate) fn root() -> PathBuf {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    here.parent().unwrap_or(here).to_path_buf()
+    let here = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    here.parent()
+        .map_or_else(|| here.clone(), Path::to_path_buf)
 }
 
 /// The target folder of the cargo that runs this task.

@@ -26,7 +26,7 @@ pub struct Engine {
 
 impl Engine {
     /// The best instruction set of this processor, or the one that the environment variable
-    /// `ASYM_GEMM_ISA` (`avx512` or `portable`) forces; empty counts as unset.
+    /// `ASYM_GEMM_ISA` (`avx512`, `avx2` or `portable`) forces; empty counts as unset.
     ///
     /// # Errors
     /// The variable names no instruction set, or one that this processor lacks.
@@ -49,6 +49,9 @@ impl Engine {
         }
         Ok(match isa {
             Isa::Portable => Self::with_features(Features::NONE),
+            Isa::Avx2 => {
+                Self::with_features(detected.common(Features::AVX2.and(Features::AVXVNNI)))
+            }
             Isa::Avx512 => Self::with_features(detected),
         })
     }

@@ -8,7 +8,7 @@ use std::fmt;
 
 use crate::CpuError;
 
-/// Environment variable that forces an instruction set: `avx512` or `portable`.
+/// Environment variable that forces an instruction set: `avx512`, `avx2` or `portable`.
 pub const ISA_VARIABLE: &str = "ASYM_GEMM_ISA";
 
 /// Instruction sets with kernels of their own, slowest first.
@@ -16,18 +16,21 @@ pub const ISA_VARIABLE: &str = "ASYM_GEMM_ISA";
 pub enum Isa {
     /// Plain Rust, on every processor.
     Portable,
+    /// AVX2 with FMA; the int8 kernels also use AVX-VNNI where it exists.
+    Avx2,
     /// AVX-512 F, BW and VNNI; the bf16 kernels also use BF16 where it exists.
     Avx512,
 }
 
 impl Isa {
     /// All of them, slowest first.
-    pub const ALL: [Self; 2] = [Self::Portable, Self::Avx512];
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
 
     /// The name used in `ASYM_GEMM_ISA`, in logs and in records.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
         }
     }
@@ -47,6 +50,7 @@ impl Isa {
     pub(crate) const fn required(self) -> Features {
         match self {
             Self::Portable => Features::NONE,
+            Self::Avx2 => Features::AVX2,
             Self::Avx512 => Features::AVX512F
                 .and(Features::AVX512BW)
                 .and(Features::AVX512VNNI),
@@ -80,13 +84,16 @@ impl Features {
     pub const AVX512VNNI: Self = Self(8);
     /// AVX-512 BF16 dot products.
     pub const AVX512BF16: Self = Self(16);
+    /// AVX-VNNI: u8 x i8 dot products in 256-bit registers, without AVX-512.
+    pub const AVXVNNI: Self = Self(32);
 
-    const NAMES: [(Self, &'static str); 5] = [
+    const NAMES: [(Self, &'static str); 6] = [
         (Self::AVX2, "avx2"),
         (Self::AVX512F, "avx512f"),
         (Self::AVX512BW, "avx512bw"),
         (Self::AVX512VNNI, "avx512vnni"),
         (Self::AVX512BF16, "avx512bf16"),
+        (Self::AVXVNNI, "avxvnni"),
     ];
 
     /// The features of this processor that its operating system supports.
@@ -107,6 +114,7 @@ impl Features {
             add(is_x86_feature_detected!("avx512bw"), Self::AVX512BW);
             add(is_x86_feature_detected!("avx512vnni"), Self::AVX512VNNI);
             add(is_x86_feature_detected!("avx512bf16"), Self::AVX512BF16);
+            add(is_x86_feature_detected!("avxvnni"), Self::AVXVNNI);
             found
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -139,6 +147,36 @@ impl Features {
             .map(|(_, name)| *name)
             .collect();
         names.join(", ")
+    }
+}
+
+/// Proof that AVX2 and FMA were detected.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+#[cfg(target_arch = "x86_64")]
+impl Avx2 {
+    /// The token, if `allowed` and this processor both have the features.
+    pub(crate) fn new(allowed: Features) -> Option<Self> {
+        let usable = allowed.common(Features::detect());
+        usable.contains(Isa::Avx2.required()).then_some(Self(()))
+    }
+}
+
+/// Proof that AVX2, FMA and AVX-VNNI were detected.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AvxVnni(());
+
+#[cfg(target_arch = "x86_64")]
+impl AvxVnni {
+    /// The token, if `allowed` and this processor both have the features.
+    pub(crate) fn new(allowed: Features) -> Option<Self> {
+        let usable = allowed.common(Features::detect());
+        usable
+            .contains(Isa::Avx2.required().and(Features::AVXVNNI))
+            .then_some(Self(()))
     }
 }
 
@@ -199,8 +237,15 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn no_mask_yields_a_token_beyond_it() {
-        for bits in 0..32 {
+        for bits in 0..64 {
             let mask = Features(bits);
+            if Avx2::new(mask).is_some() {
+                assert!(mask.contains(Isa::Avx2.required()), "{mask:?}");
+            }
+            if AvxVnni::new(mask).is_some() {
+                assert!(Avx2::new(mask).is_some(), "{mask:?}");
+                assert!(mask.contains(Features::AVXVNNI), "{mask:?}");
+            }
             if Avx512Vnni::new(mask).is_some() {
                 assert!(mask.contains(Isa::Avx512.required()), "{mask:?}");
             }

@@ -9,6 +9,8 @@
 //! floating-point operations.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
 
@@ -16,7 +18,7 @@ use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::bank::PANEL_ROWS;
 
 #[cfg(target_arch = "x86_64")]
-use crate::isa::{Avx512Bf16, Avx512Vnni};
+use crate::isa::{Avx2, Avx512Bf16, Avx512Vnni, AvxVnni};
 use crate::isa::{Features, Isa};
 pub(crate) use portable::Portable;
 
@@ -50,6 +52,12 @@ pub(crate) trait Body {
 pub(crate) enum Kernel {
     /// Plain Rust.
     Portable,
+    /// AVX2 with FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    /// AVX2 with FMA and AVX-VNNI.
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni(AvxVnni),
     /// AVX-512 with VNNI; bf16 is widened to f32 for fused multiply-adds.
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni(Avx512Vnni),
@@ -69,6 +77,12 @@ impl Kernel {
             if let Some(token) = Avx512Vnni::new(allowed) {
                 return Self::Avx512Vnni(token);
             }
+            if let Some(token) = AvxVnni::new(allowed) {
+                return Self::AvxVnni(token);
+            }
+            if let Some(token) = Avx2::new(allowed) {
+                return Self::Avx2(token);
+            }
         }
         let _ = allowed;
         Self::Portable
@@ -78,6 +92,8 @@ impl Kernel {
         match self {
             Self::Portable => Isa::Portable,
             #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) | Self::AvxVnni(_) => Isa::Avx2,
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni(_) | Self::Avx512Bf16(_) => Isa::Avx512,
         }
     }
@@ -86,6 +102,12 @@ impl Kernel {
         match (self, format) {
             (Self::Portable, WeightFormat::Bf16) => "portable_bf16",
             (Self::Portable, _) => "portable_s8",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Bf16) => "avx2_bf16_fma_2x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx2(_), _) => "avx2_s8_madd_2x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::AvxVnni(_), _) => "avx2_s8_dot_2x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx512Vnni(_), WeightFormat::Bf16) => "avx512_bf16_fma_4x4",
             #[cfg(target_arch = "x86_64")]
@@ -99,6 +121,10 @@ impl Kernel {
     pub(crate) fn run<B: Body>(self, body: B) {
         match self {
             Self::Portable => body.run(Portable),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(token) => avx2::run(token, body),
+            #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni(token) => avx2::run_vnni(token, body),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni(token) => avx512::run_vnni(token, body),
             #[cfg(target_arch = "x86_64")]
@@ -139,6 +165,7 @@ mod tests {
     /// can be seen, so the table is restricted to what this processor offers.
     #[test]
     fn a_mask_selects_no_more_than_it_names() {
+        let avx_vnni = Features::AVX2.and(Features::AVXVNNI);
         let bw = Features::AVX2
             .and(Features::AVX512F)
             .and(Features::AVX512BW);
@@ -146,9 +173,15 @@ mod tests {
         let bf16 = vnni.and(Features::AVX512BF16);
         for (mask, int8, wide) in [
             (Features::NONE, "portable_s8", "portable_bf16"),
-            (Features::AVX2, "portable_s8", "portable_bf16"),
-            (bw, "portable_s8", "portable_bf16"),
-            (bw.and(Features::AVX512BF16), "portable_s8", "portable_bf16"),
+            (Features::AVXVNNI, "portable_s8", "portable_bf16"),
+            (Features::AVX2, "avx2_s8_madd_2x4", "avx2_bf16_fma_2x4"),
+            (avx_vnni, "avx2_s8_dot_2x4", "avx2_bf16_fma_2x4"),
+            (bw, "avx2_s8_madd_2x4", "avx2_bf16_fma_2x4"),
+            (
+                bw.and(Features::AVX512BF16),
+                "avx2_s8_madd_2x4",
+                "avx2_bf16_fma_2x4",
+            ),
             (vnni, "avx512_s8_dot_4x4", "avx512_bf16_fma_4x4"),
             (bf16, "avx512_s8_dot_4x4", "avx512_bf16_dot_4x4"),
         ] {

@@ -21,21 +21,30 @@ pub(crate) const CLAMPED: Activation = Activation::ClampedSwiGlu {
 
 /// Every kernel that this processor can run, each once.
 pub(crate) fn engines() -> Vec<Engine> {
+    let avx2 = Features::AVX2;
     let vnni = Features::AVX512F
         .and(Features::AVX512BW)
         .and(Features::AVX512VNNI);
+    let masks = [
+        Features::NONE,
+        avx2,
+        avx2.and(Features::AVXVNNI),
+        vnni,
+        vnni.and(Features::AVX512BF16),
+    ];
     let mut engines: Vec<Engine> = Vec::new();
-    for mask in [Features::NONE, vnni, vnni.and(Features::AVX512BF16)] {
+    for mask in masks {
         let engine = Engine::with_features(mask);
-        let name = |e: &Engine| e.kernel_name(WeightFormat::Bf16);
-        if engines.iter().all(|e| name(e) != name(&engine)) {
+        let names = |e: &Engine| FORMATS.map(|format| e.kernel_name(format));
+        if engines.iter().all(|e| names(e) != names(&engine)) {
             engines.push(engine);
         }
     }
-    if engines.len() < 3 {
+    if engines.len() < masks.len() {
         println!(
-            "skipped: this processor runs {} of 3 kernels",
-            engines.len()
+            "skipped: this processor runs {} of {} kernels",
+            engines.len(),
+            masks.len()
         );
     }
     engines

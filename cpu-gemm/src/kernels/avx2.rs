@@ -1,0 +1,324 @@
+//! AVX2 dot products: widened multiply-adds, or AVX-VNNI for int8 where it exists.
+//!
+//! ```text
+//! for each unit (16 rows x 128 B) of the panel, in the order of memory:
+//!     x of the unit, expanded once to what the products take    [step][T] registers, 1 KiB at T = 4
+//!     for each R rows:   R x T accumulators   T = 1: 4 x 1    T = 2: 4 x 2    T = 4: 2 x 4
+//! ```
+//!
+//! Sixteen registers hold the accumulators of 8 outputs beside their operands, so those of all 16
+//! rows live in the first-level cache and a block of them is loaded and stored once a unit. The
+//! panel is read once, front to back, for any T.
+//!
+//! int8: both operands are widened to i16 and `vpmaddwd` adds pairs of exact products in i32.
+//! (`vpmaddubsw` saturates on pairs such as \[255, 255\] . \[127, 127\]. Cutting the unsigned weight
+//! into two nibbles avoids that, but takes as many instructions a product and measured no faster.)
+//! AVX-VNNI multiplies unsigned by signed bytes into i32; the weights are offset as in
+//! [`super::avx512`].
+//!
+//! bf16: a bf16 is the upper half of an f32, so a shift and a mask widen a pair, and fused
+//! multiply-adds sum them. One output is 16 lanes in two registers; lane i adds the products of
+//! elements 2i and 2i + 1 of each 32, and [`lane_sums`] ends in the tree of
+//! [`super::portable::reduce`]. That order depends on K alone, and it is the one of the portable and
+//! AVX-512 kernels: the three give the same bits.
+
+use std::arch::x86_64::*;
+
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+
+use super::{Body, Dot, Lanes};
+use crate::isa::{Avx2, AvxVnni};
+
+/// 128 bytes of K of one row.
+type UnitRow = [u8; UNIT_ROW_BYTES];
+/// The accumulators of a panel.
+type Sums<V, const T: usize> = [[V; T]; PANEL_ROWS];
+
+/// Bytes that lie between a load of weights and its prefetch: four units.
+const PREFETCH_BYTES: usize = 4 * UNIT_BYTES;
+
+/// Runs `body` compiled for AVX2 with FMA.
+pub(super) fn run<B: Body>(token: Avx2, body: B) {
+    #[target_feature(enable = "avx2,fma")]
+    fn inner<B: Body>(token: Avx2, body: B) {
+        body.run(token);
+    }
+    // SAFETY: the token exists, so the features were detected.
+    unsafe { inner(token, body) }
+}
+
+/// Runs `body` compiled for AVX2 with FMA and AVX-VNNI.
+pub(super) fn run_vnni<B: Body>(token: AvxVnni, body: B) {
+    #[target_feature(enable = "avx2,fma,avxvnni")]
+    fn inner<B: Body>(token: AvxVnni, body: B) {
+        body.run(token);
+    }
+    // SAFETY: the token exists, so the features were detected.
+    unsafe { inner(token, body) }
+}
+
+impl Dot for Avx2 {
+    #[inline(always)]
+    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], _sums: [i32; T]) -> [Lanes<i32>; T] {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe {
+            match T {
+                1 | 2 => s8_widened::<4, T>(panel, x),
+                4 => s8_widened::<2, T>(panel, x),
+                _ => unreachable!("token blocks are 1, 2 or 4 wide"),
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe {
+            match T {
+                1 | 2 => bf16::<4, T>(panel, x),
+                4 => bf16::<2, T>(panel, x),
+                _ => unreachable!("token blocks are 1, 2 or 4 wide"),
+            }
+        }
+    }
+}
+
+impl Dot for AvxVnni {
+    #[inline(always)]
+    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], sums: [i32; T]) -> [Lanes<i32>; T] {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe {
+            match T {
+                1 | 2 => s8_vnni::<4, T>(panel, x, sums),
+                4 => s8_vnni::<2, T>(panel, x, sums),
+                _ => unreachable!("token blocks are 1, 2 or 4 wide"),
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe {
+            match T {
+                1 | 2 => bf16::<4, T>(panel, x),
+                4 => bf16::<2, T>(panel, x),
+                _ => unreachable!("token blocks are 1, 2 or 4 wide"),
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn s8_widened<const R: usize, const T: usize>(panel: &[u8], x: [&[i8]; T]) -> [Lanes<i32>; T] {
+    let x = x.map(|x| units::<_, UNIT_ROW_BYTES>(panel, x));
+    let expand = |unit: usize| {
+        let mut wide = [[_mm256_setzero_si256(); T]; UNIT_ROW_BYTES / 16];
+        for (step, wide) in wide.iter_mut().enumerate() {
+            for t in 0..T {
+                wide[t] = widen(&x[t][unit].as_chunks().0[step]);
+            }
+        }
+        wide
+    };
+    let multiply = |rows: &[UnitRow; R], x: &[[__m256i; T]; _], acc: &mut [[__m256i; T]; R]| {
+        for (step, x) in x.iter().enumerate() {
+            for (row, acc) in rows.iter().zip(&mut *acc) {
+                let w = widen(&row.as_chunks().0[step]);
+                for t in 0..T {
+                    acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(w, x[t]));
+                }
+            }
+        }
+    };
+    let acc = panel_sums(panel, _mm256_setzero_si256(), expand, multiply);
+    lanes_i32(&acc)
+}
+
+#[target_feature(enable = "avx2,avxvnni")]
+#[inline]
+fn s8_vnni<const R: usize, const T: usize>(
+    panel: &[u8],
+    x: [&[i8]; T],
+    sums: [i32; T],
+) -> [Lanes<i32>; T] {
+    let flip = _mm256_set1_epi8(i8::MIN);
+    let x = x.map(|x| units::<_, UNIT_ROW_BYTES>(panel, x));
+    let multiply = |rows: &[UnitRow; R], &unit: &usize, acc: &mut [[__m256i; T]; R]| {
+        for step in 0..UNIT_ROW_BYTES / 32 {
+            for (row, acc) in rows.iter().zip(&mut *acc) {
+                let w = _mm256_xor_si256(load::<_, 32>(&row.as_chunks().0[step]), flip);
+                for t in 0..T {
+                    let x = load::<_, 32>(&x[t][unit].as_chunks().0[step]);
+                    acc[t] = _mm256_dpbusd_avx_epi32(acc[t], w, x);
+                }
+            }
+        }
+    };
+    let acc = panel_sums(panel, _mm256_setzero_si256(), |unit| unit, multiply);
+    let mut out = lanes_i32(&acc);
+    for (out, sum) in out.iter_mut().zip(sums) {
+        for out in out {
+            *out = out.wrapping_sub(sum.wrapping_mul(128));
+        }
+    }
+    out
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    let x = x.map(|x| units::<_, { UNIT_ROW_BYTES / 2 }>(panel, x));
+    let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
+    let even = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v));
+    let odd = |v| _mm256_castsi256_ps(_mm256_and_si256(v, upper));
+    let expand = |unit: usize| {
+        let mut wide = [[[_mm256_setzero_ps(); 2]; T]; UNIT_ROW_BYTES / 32];
+        for (step, wide) in wide.iter_mut().enumerate() {
+            for t in 0..T {
+                let pairs = load::<_, 16>(&x[t][unit].as_chunks().0[step]);
+                wide[t] = [even(pairs), odd(pairs)];
+            }
+        }
+        wide
+    };
+    // acc[r][half][t]: lanes 8 * half.. of the output.
+    let multiply = |rows: &[UnitRow; R],
+                    x: &[[[__m256; 2]; T]; UNIT_ROW_BYTES / 32],
+                    acc: &mut [[[__m256; 2]; T]; R]| {
+        for half in 0..2 {
+            for step in [half, half + 2] {
+                for (row, acc) in rows.iter().zip(&mut *acc) {
+                    let w = load::<_, 32>(&row.as_chunks().0[step]);
+                    let (even, odd) = (even(w), odd(w));
+                    for t in 0..T {
+                        let [x_even, x_odd] = x[step][t];
+                        let sum = _mm256_fmadd_ps(even, x_even, acc[t][half]);
+                        acc[t][half] = _mm256_fmadd_ps(odd, x_odd, sum);
+                    }
+                }
+            }
+        }
+    };
+    let acc = panel_sums(panel, [_mm256_setzero_ps(); 2], expand, multiply);
+    let add = |a, b| _mm256_add_ps(a, b);
+    let mut out = [[0f32; PANEL_ROWS]; T];
+    for (t, out) in out.iter_mut().enumerate() {
+        let (out, _) = out.as_chunks_mut::<8>();
+        let (acc, _) = acc.as_chunks::<8>();
+        for (out, acc) in out.iter_mut().zip(acc) {
+            let half = |half: usize| {
+                lane_sums(
+                    acc.each_ref().map(|acc| _mm256_castps_si256(acc[t][half])),
+                    |a, b| _mm256_castps_si256(add(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b))),
+                )
+            };
+            let sum = add(_mm256_castsi256_ps(half(0)), _mm256_castsi256_ps(half(1)));
+            // SAFETY: `out` is 32 bytes; the store needs no alignment.
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), sum) };
+        }
+    }
+    out
+}
+
+/// The accumulators of all rows and tokens, unit after unit.
+///
+/// `expand(unit)` prepares the activations of a unit, `multiply` adds the products of `R` of its rows
+/// with them to those rows' accumulators.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn panel_sums<const R: usize, const T: usize, X, V: Copy>(
+    panel: &[u8],
+    zero: V,
+    expand: impl Fn(usize) -> X,
+    multiply: impl Fn(&[UnitRow; R], &X, &mut [[V; T]; R]),
+) -> Sums<V, T> {
+    const { assert!(PANEL_ROWS.is_multiple_of(R)) };
+    let mut sums = [[zero; T]; PANEL_ROWS];
+    let (units, _) = panel.as_chunks::<UNIT_BYTES>();
+    for (unit, bytes) in units.iter().enumerate() {
+        let x = expand(unit);
+        let (rows, _) = bytes.as_chunks::<UNIT_ROW_BYTES>();
+        let (blocks, _) = rows.as_chunks::<R>();
+        let (sums, _) = sums.as_chunks_mut::<R>();
+        for (rows, sums) in blocks.iter().zip(sums) {
+            for line in rows.as_flattened().iter().step_by(64) {
+                // Past the panel lies the next one, and a prefetch never faults.
+                let ahead = (&raw const *line).wrapping_add(PREFETCH_BYTES);
+                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+            }
+            let mut acc = *sums;
+            multiply(rows, &x, &mut acc);
+            *sums = acc;
+        }
+    }
+    sums
+}
+
+/// The sum over the lanes of each accumulator.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn lanes_i32<const T: usize>(acc: &Sums<__m256i, T>) -> [Lanes<i32>; T] {
+    let mut out = [[0i32; PANEL_ROWS]; T];
+    for (t, out) in out.iter_mut().enumerate() {
+        let (out, _) = out.as_chunks_mut::<8>();
+        let (acc, _) = acc.as_chunks::<8>();
+        for (out, acc) in out.iter_mut().zip(acc) {
+            let sum = lane_sums(acc.each_ref().map(|acc| acc[t]), |a, b| {
+                _mm256_add_epi32(a, b)
+            });
+            // SAFETY: `out` is 32 bytes; the store needs no alignment.
+            unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), sum) };
+        }
+    }
+    out
+}
+
+/// Lane i of the result is the sum over the lanes of `acc[i]`: in each half (0 + 2) + (1 + 3), then
+/// the halves.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn lane_sums(acc: [__m256i; 8], add: impl Fn(__m256i, __m256i) -> __m256i) -> __m256i {
+    // Four registers become one that holds one lane of each in both halves.
+    let quarter = |i: usize| {
+        let pair = |a, b| add(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+        let ab = pair(acc[i], acc[i + 1]);
+        let cd = pair(acc[i + 2], acc[i + 3]);
+        add(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd))
+    };
+    let (low, high) = (quarter(0), quarter(4));
+    add(
+        _mm256_permute2x128_si256::<0x20>(low, high),
+        _mm256_permute2x128_si256::<0x31>(low, high),
+    )
+}
+
+/// A row of activations in units of `N` elements.
+#[inline(always)]
+fn units<'a, C, const N: usize>(panel: &[u8], x: &'a [C]) -> &'a [[C; N]] {
+    let (units, rest) = x.as_chunks::<N>();
+    assert!(
+        rest.is_empty() && units.len() * UNIT_BYTES == panel.len(),
+        "as many units as activations"
+    );
+    units
+}
+
+/// 32 bytes.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load<C, const N: usize>(values: &[C; N]) -> __m256i {
+    const { assert!(size_of::<[C; N]>() == 32) };
+    // SAFETY: 32 bytes, asserted above; the load needs no alignment.
+    unsafe { _mm256_loadu_si256(values.as_ptr().cast()) }
+}
+
+/// 16 signed bytes as i16.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn widen<C>(values: &[C; 16]) -> __m256i {
+    const { assert!(size_of::<C>() == 1) };
+    // SAFETY: 16 bytes, asserted above; the load needs no alignment.
+    _mm256_cvtepi8_epi16(unsafe { _mm_loadu_si128(values.as_ptr().cast()) })
+}

@@ -122,15 +122,17 @@ fn s8_widened<const R: usize, const T: usize>(panel: &[u8], x: [&[i8]; T]) -> [L
         }
         wide
     };
-    let multiply = |rows: &[UnitRow; R], x: &[[__m256i; T]; _], acc: &mut [[__m256i; T]; R]| {
+    let multiply = |rows: &[UnitRow; R], x: &[[__m256i; T]; _], sums: &mut [[__m256i; T]; R]| {
+        let mut acc = *sums;
         for (step, x) in x.iter().enumerate() {
-            for (row, acc) in rows.iter().zip(&mut *acc) {
+            for (row, acc) in rows.iter().zip(&mut acc) {
                 let w = widen(&row.as_chunks().0[step]);
                 for t in 0..T {
                     acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(w, x[t]));
                 }
             }
         }
+        *sums = acc;
     };
     let acc = panel_sums(panel, _mm256_setzero_si256(), expand, multiply);
     lanes_i32(&acc)
@@ -183,20 +185,29 @@ fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<
         }
         wide
     };
-    // acc[r][half][t]: lanes 8 * half.. of the output.
+    // acc[r][t][half] are lanes 8 * half.. of an output.
     let multiply = |rows: &[UnitRow; R],
                     x: &[[[__m256; 2]; T]; UNIT_ROW_BYTES / 32],
                     acc: &mut [[[__m256; 2]; T]; R]| {
+        // One half after the other: R x T accumulators at a time.
         for half in 0..2 {
+            let mut sums = [[_mm256_setzero_ps(); T]; R];
+            for (sums, acc) in sums.iter_mut().zip(&*acc) {
+                *sums = acc.map(|acc| acc[half]);
+            }
             for step in [half, half + 2] {
-                for (row, acc) in rows.iter().zip(&mut *acc) {
+                for (row, sums) in rows.iter().zip(&mut sums) {
                     let w = load::<_, 32>(&row.as_chunks().0[step]);
                     let (even, odd) = (even(w), odd(w));
-                    for t in 0..T {
-                        let [x_even, x_odd] = x[step][t];
-                        let sum = _mm256_fmadd_ps(even, x_even, acc[t][half]);
-                        acc[t][half] = _mm256_fmadd_ps(odd, x_odd, sum);
+                    for (sum, [x_even, x_odd]) in sums.iter_mut().zip(&x[step]) {
+                        *sum = _mm256_fmadd_ps(even, *x_even, *sum);
+                        *sum = _mm256_fmadd_ps(odd, *x_odd, *sum);
                     }
+                }
+            }
+            for (sums, acc) in sums.iter().zip(&mut *acc) {
+                for (sum, acc) in sums.iter().zip(acc) {
+                    acc[half] = *sum;
                 }
             }
         }
@@ -248,9 +259,7 @@ fn panel_sums<const R: usize, const T: usize, X, V: Copy>(
                 let ahead = (&raw const *line).wrapping_add(PREFETCH_BYTES);
                 _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
             }
-            let mut acc = *sums;
-            multiply(rows, &x, &mut acc);
-            *sums = acc;
+            multiply(rows, &x, sums);
         }
     }
     sums

@@ -16,16 +16,19 @@ pub(crate) struct Portable;
 impl Dot for Portable {
     #[inline(always)]
     fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], _sums: [i32; T]) -> [Lanes<i32>; T] {
+        let (units, _) = panel.as_chunks::<UNIT_BYTES>();
         x.map(|x| {
             let mut acc = [0i32; PANEL_ROWS];
-            let (units, _) = panel.as_chunks::<UNIT_BYTES>();
             let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
             assert_eq!(units.len(), x.len(), "as many units as activations");
             for (unit, x) in units.iter().zip(x) {
+                // Widened to i16 first: sums of such products become `pmaddwd` and its like.
+                let x = x.map(i16::from);
                 let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
                 for (acc, row) in acc.iter_mut().zip(rows) {
-                    for (&w, &x) in row.iter().zip(x) {
-                        *acc += i32::from(w as i8) * i32::from(x);
+                    let row = row.map(|w| i16::from(w as i8));
+                    for (&w, &x) in row.iter().zip(&x) {
+                        *acc += i32::from(w) * i32::from(x);
                     }
                 }
             }

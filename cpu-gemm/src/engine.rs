@@ -103,6 +103,7 @@ impl Engine {
             WeightFormat::Bf16 => ffn::run::<recipe::Bf16>,
             WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow>,
             WeightFormat::Int8Block128 => ffn::run::<recipe::Block128>,
+            WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8>,
         };
         run(self.kernel, bank, activation, x, groups, y);
         Ok(())

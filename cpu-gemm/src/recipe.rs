@@ -111,6 +111,87 @@ impl Recipe for Bf16 {
     fn finish_down(_y: &mut Lanes<f32>, _row_scales: &Lanes<f32>) {}
 }
 
+/// fp8 weights in blocks of 128 x 128, bf16 activations, f32 sums inside a block.
+///
+/// A unit is one block of K. Its weights become bf16, exactly, before they are multiplied.
+pub(crate) struct Fp8;
+
+impl Fp8 {
+    /// x . w of one unit without its scale.
+    #[inline(always)]
+    fn unit<D: Dot, const T: usize>(
+        dot: D,
+        unit: &[u8; UNIT_BYTES],
+        x: [&[u16]; T],
+    ) -> [Lanes<f32>; T] {
+        let mut expanded = [0; 2 * UNIT_BYTES];
+        dot.expand_e4m3(unit, &mut expanded);
+        dot.bf16(&expanded, x)
+    }
+}
+
+impl Recipe for Fp8 {
+    type Code = u16;
+    const UNIT_K: usize = 128;
+
+    fn blocks(_k: usize) -> usize {
+        1
+    }
+
+    #[inline(always)]
+    fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        Bf16::encode(x, codes, scales, sums);
+    }
+
+    #[inline(always)]
+    fn encode_hidden(h: &[f32], codes: &mut [u16], scale: &mut f32, sum: &mut i32) {
+        Bf16::encode_hidden(h, codes, scale, sum);
+    }
+
+    #[inline(always)]
+    fn panel<D: Dot, const T: usize>(
+        dot: D,
+        panel: &[u8],
+        scales: &[Lanes<f32>],
+        x: &[Row<'_, u16>; T],
+    ) -> [Lanes<f32>; T] {
+        let mut out = [[0f32; PANEL_ROWS]; T];
+        let (units, _) = panel.as_chunks::<UNIT_BYTES>();
+        for (block, (unit, scales)) in units.iter().zip(scales).enumerate() {
+            let codes = x
+                .each_ref()
+                .map(|x| &x.codes[block * Self::UNIT_K..][..Self::UNIT_K]);
+            let acc = Self::unit(dot, unit, codes);
+            for t in 0..T {
+                for r in 0..PANEL_ROWS {
+                    out[t][r] = fma(acc[t][r], scales[r], out[t][r]);
+                }
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn add_down_slice<D: Dot, const T: usize>(
+        dot: D,
+        panel: &[u8],
+        scales: &Lanes<f32>,
+        h: &[Row<'_, u16>; T],
+        y: [&mut Lanes<f32>; T],
+    ) {
+        let unit = panel.first_chunk().expect("a down panel is one unit");
+        let acc = Self::unit(dot, unit, h.each_ref().map(|h| h.codes));
+        for (y, acc) in y.into_iter().zip(&acc) {
+            for r in 0..PANEL_ROWS {
+                y[r] = fma(acc[r], scales[r], y[r]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn finish_down(_y: &mut Lanes<f32>, _row_scales: &Lanes<f32>) {}
+}
+
 /// Quantises `x` with the scale that `scale_of` makes of its largest magnitude.
 ///
 /// The maximum is taken over magnitudes as integers, where NaN is above infinity, so that no

@@ -25,6 +25,7 @@
 use std::arch::x86_64::*;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::e4m3;
 
 use super::{Body, Dot, Lanes};
 use crate::isa::{Avx2, AvxVnni};
@@ -81,6 +82,12 @@ impl Dot for Avx2 {
             }
         }
     }
+
+    #[inline(always)]
+    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_e4m3(unit, out) }
+    }
 }
 
 impl Dot for AvxVnni {
@@ -106,6 +113,12 @@ impl Dot for AvxVnni {
                 _ => unreachable!("token blocks are 1, 2 or 4 wide"),
             }
         }
+    }
+
+    #[inline(always)]
+    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_e4m3(unit, out) }
     }
 }
 
@@ -231,6 +244,91 @@ fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<
         }
     }
     out
+}
+
+/// The bytes of 32 bf16 are found apart. With v = s eeee mmm:
+///
+/// - the upper byte of a normal value is 0x3c + (eee of the exponent), with the sign, by a
+///   table of the upper nibble; the lower byte is the lower nibble of v, moved up;
+/// - where eee = 0 the code is subnormal or has the exponent 1, and both bytes come from
+///   tables of the lower nibble;
+/// - NaN sets the exponent.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn expand_e4m3(unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+    /// By the upper nibble.
+    const UPPER: [u8; 16] = [
+        0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, 0xbc, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2,
+        0xc3,
+    ];
+    /// By the lower nibble, where the three upper exponent bits are 0.
+    const UPPER_SMALL: [u8; 16] = {
+        let mut table = [0; 16];
+        let mut code = 0;
+        while code < 16 {
+            table[code] = (e4m3::to_bf16(code as u8) >> 8) as u8;
+            code += 1;
+        }
+        table
+    };
+    /// The lower byte, likewise.
+    const LOWER_SMALL: [u8; 16] = {
+        let mut table = [0; 16];
+        let mut code = 0;
+        while code < 16 {
+            table[code] = e4m3::to_bf16(code as u8) as u8;
+            code += 1;
+        }
+        table
+    };
+    let (upper, upper_small, lower_small) = (table(UPPER), table(UPPER_SMALL), table(LOWER_SMALL));
+    let byte = |b: u8| _mm256_set1_epi8(b as i8);
+    let nibble = byte(0x0f);
+    let (first, second) = out.split_at_mut(UNIT_BYTES);
+    let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
+    let (first, _) = first.as_chunks_mut::<UNIT_ROW_BYTES>();
+    let (second, _) = second.as_chunks_mut::<UNIT_ROW_BYTES>();
+    for ((row, first), second) in rows.iter().zip(first).zip(second) {
+        let (quarters, _) = row.as_chunks::<32>();
+        let (first, _) = first.as_chunks_mut::<64>();
+        let (second, _) = second.as_chunks_mut::<64>();
+        for (codes, out) in quarters.iter().zip(first.iter_mut().chain(second)) {
+            // Quarters 0, 2, 1, 3: unpacking works on halves of the register.
+            let v = _mm256_permute4x64_epi64::<0b11_01_10_00>(load(codes));
+            let low = _mm256_and_si256(v, nibble);
+            let high = _mm256_and_si256(_mm256_srli_epi16::<4>(v), nibble);
+            let small = _mm256_cmpeq_epi8(_mm256_and_si256(v, byte(0x70)), byte(0));
+            let nan = _mm256_cmpeq_epi8(_mm256_and_si256(v, byte(0x7f)), byte(0x7f));
+            let sign = _mm256_and_si256(v, byte(0x80));
+            let upper = _mm256_blendv_epi8(
+                _mm256_shuffle_epi8(upper, high),
+                _mm256_or_si256(_mm256_shuffle_epi8(upper_small, low), sign),
+                small,
+            );
+            let lower = _mm256_blendv_epi8(
+                _mm256_slli_epi16::<4>(low),
+                _mm256_shuffle_epi8(lower_small, low),
+                small,
+            );
+            // 0x43f0 of the formula becomes 0x7fc0.
+            let upper = _mm256_or_si256(upper, _mm256_and_si256(nan, byte(0x7f)));
+            let lower = _mm256_andnot_si256(_mm256_and_si256(nan, byte(0x30)), lower);
+            let at = out.as_mut_ptr().cast::<__m256i>();
+            // SAFETY: `out` is 64 bytes; the stores need no alignment.
+            unsafe {
+                _mm256_storeu_si256(at, _mm256_unpacklo_epi8(lower, upper));
+                _mm256_storeu_si256(at.add(1), _mm256_unpackhi_epi8(lower, upper));
+            }
+        }
+    }
+}
+
+/// A table of 16 bytes in both halves.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn table(bytes: [u8; 16]) -> __m256i {
+    // SAFETY: 16 bytes; the load needs no alignment.
+    _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
 }
 
 /// The accumulators of all rows and tokens, unit after unit.

@@ -15,7 +15,7 @@ mod avx512;
 mod portable;
 
 use asym_gemm_formats::WeightFormat;
-use asym_gemm_formats::bank::PANEL_ROWS;
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES};
 
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{Avx2, Avx512Bf16, Avx512Vnni, AvxVnni};
@@ -38,6 +38,10 @@ pub(crate) trait Dot: Copy {
     /// f32 sums of bf16 weights and bf16 activations. The order of the additions depends on K
     /// alone, never on `T`.
     fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T];
+
+    /// Writes the bf16 values of one unit of e4m3 (16 rows x 128) as two units of bf16 (16 rows x 64
+    /// each), K in order. Every code has its exact value; NaN stays NaN of its sign.
+    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]);
 }
 
 /// A piece of work that is compiled once for each instruction set. Implement `run` with
@@ -101,9 +105,12 @@ impl Kernel {
     pub(crate) fn name(self, format: WeightFormat) -> &'static str {
         match (self, format) {
             (Self::Portable, WeightFormat::Bf16) => "portable_bf16",
+            (Self::Portable, WeightFormat::Fp8Block128) => "portable_e4m3",
             (Self::Portable, _) => "portable_s8",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Bf16) => "avx2_bf16_fma_2x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Fp8Block128) => "avx2_e4m3_fma_2x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx2(_), _) => "avx2_s8_madd_2x4",
             #[cfg(target_arch = "x86_64")]
@@ -112,6 +119,10 @@ impl Kernel {
             (Self::Avx512Vnni(_), WeightFormat::Bf16) => "avx512_bf16_fma_4x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx512Bf16(_), WeightFormat::Bf16) => "avx512_bf16_dot_4x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx512Vnni(_), WeightFormat::Fp8Block128) => "avx512_e4m3_fma_4x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx512Bf16(_), WeightFormat::Fp8Block128) => "avx512_e4m3_dot_4x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx512Vnni(_) | Self::Avx512Bf16(_), _) => "avx512_s8_dot_4x4",
         }
@@ -160,6 +171,52 @@ pub(crate) use for_token_blocks;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use asym_gemm_formats::e4m3;
+
+    struct Expand<'a> {
+        unit: &'a [u8; UNIT_BYTES],
+        out: &'a mut [u8; 2 * UNIT_BYTES],
+    }
+
+    impl Body for Expand<'_> {
+        #[inline(always)]
+        fn run<D: Dot>(self, dot: D) {
+            dot.expand_e4m3(self.unit, self.out);
+        }
+    }
+
+    /// All 256 codes in every column of a unit, on every kernel of the processor.
+    #[test]
+    fn e4m3_expands_to_its_exact_values() {
+        let detected = Features::detect();
+        for mask in [
+            Features::NONE,
+            Features::AVX2,
+            Features::AVX2.and(Features::AVXVNNI),
+            Isa::Avx512.required(),
+            Isa::Avx512.required().and(Features::AVX512BF16),
+        ] {
+            let kernel = Kernel::best(mask.common(detected));
+            for shift in 0..=u8::MAX {
+                let unit = std::array::from_fn(|i| (i as u8).wrapping_add(shift));
+                let mut out = [0xa5; 2 * UNIT_BYTES];
+                kernel.run(Expand {
+                    unit: &unit,
+                    out: &mut out,
+                });
+                for (i, &code) in unit.iter().enumerate() {
+                    let (row, k) = (i / 128, i % 128);
+                    let at = k / 64 * UNIT_BYTES + row * 128 + k % 64 * 2;
+                    let got = u16::from_le_bytes([out[at], out[at + 1]]);
+                    assert_eq!(
+                        got,
+                        e4m3::to_bf16(code),
+                        "{code:#04x} at row {row}, column {k} on {kernel:?}"
+                    );
+                }
+            }
+        }
+    }
 
     /// Which kernels each kind of processor gets; without the features only the portable row
     /// can be seen, so the table is restricted to what this processor offers.

@@ -6,8 +6,20 @@
 //! AVX-512 kernel of fused multiply-adds.
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::e4m3;
 
 use super::{Dot, Lanes};
+
+/// The bf16 code of each e4m3 code.
+const BF16_OF_E4M3: [u16; 256] = {
+    let mut table = [0; 256];
+    let mut code = 0;
+    while code < 256 {
+        table[code] = e4m3::to_bf16(code as u8);
+        code += 1;
+    }
+    table
+};
 
 /// The dot products of this module.
 #[derive(Clone, Copy)]
@@ -55,6 +67,21 @@ impl Dot for Portable {
             }
             acc.map(reduce)
         })
+    }
+
+    #[inline(always)]
+    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+        let (first, second) = out.split_at_mut(UNIT_BYTES);
+        let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
+        let (first, _) = first.as_chunks_mut::<UNIT_ROW_BYTES>();
+        let (second, _) = second.as_chunks_mut::<UNIT_ROW_BYTES>();
+        for ((row, first), second) in rows.iter().zip(first).zip(second) {
+            let (first, _) = first.as_chunks_mut::<2>();
+            let (second, _) = second.as_chunks_mut::<2>();
+            for (out, &code) in first.iter_mut().chain(second).zip(row) {
+                *out = BF16_OF_E4M3[usize::from(code)].to_le_bytes();
+            }
+        }
     }
 }
 

@@ -19,9 +19,11 @@ mod gemm;
 mod isa;
 mod kernels;
 mod matrix;
+pub mod pool;
 mod recipe;
 mod router;
 mod scatter;
+pub mod topology;
 mod validate;
 mod wide;
 

@@ -192,7 +192,7 @@ fn the_environment_forces_an_isa() {
         rest.split_once('>').unwrap().0.to_owned()
     };
     assert_eq!(detect("portable"), "portable");
-    assert!(detect("sse9").contains("`sse9`; it must be `avx512`, `avx2` or `portable`"));
+    assert!(detect("sse9").contains("`sse9`; it must be `amx`, `avx512`, `avx2` or `portable`"));
     for isa in [Isa::Avx2, Isa::Avx512] {
         let found = detect(isa.name());
         if Engine::available().contains(&isa) {

@@ -24,25 +24,24 @@
 
 use std::arch::x86_64::*;
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
-use super::{Body, Dot, Lanes};
+use super::by_rows::ByRows;
+use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx2, AvxVnni};
+use crate::tile::{Lanes, Tile};
 
 /// 128 bytes of K of one row.
 type UnitRow = [u8; UNIT_ROW_BYTES];
 /// The accumulators of a panel.
 type Sums<V, const T: usize> = [[V; T]; PANEL_ROWS];
 
-/// Bytes that lie between a load of weights and its prefetch: four units.
-const PREFETCH_BYTES: usize = 4 * UNIT_BYTES;
-
 /// Runs `body` compiled for AVX2 with FMA.
 pub(super) fn run<B: Body>(token: Avx2, body: B) {
     #[target_feature(enable = "avx2,fma")]
     fn inner<B: Body>(token: Avx2, body: B) {
-        body.run(token);
+        body.run(ByRows(token));
     }
     // SAFETY: the token exists, so the features were detected.
     unsafe { inner(token, body) }
@@ -52,7 +51,7 @@ pub(super) fn run<B: Body>(token: Avx2, body: B) {
 pub(super) fn run_vnni<B: Body>(token: AvxVnni, body: B) {
     #[target_feature(enable = "avx2,fma,avxvnni")]
     fn inner<B: Body>(token: AvxVnni, body: B) {
-        body.run(token);
+        body.run(ByRows(token));
     }
     // SAFETY: the token exists, so the features were detected.
     unsafe { inner(token, body) }
@@ -60,7 +59,12 @@ pub(super) fn run_vnni<B: Body>(token: AvxVnni, body: B) {
 
 impl Dot for Avx2 {
     #[inline(always)]
-    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], _sums: [i32; T]) -> [Lanes<i32>; T] {
+    fn s8<const T: usize>(
+        self,
+        panel: Panel<'_>,
+        x: [&[u8]; T],
+        _sums: [i32; T],
+    ) -> [Lanes<i32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe {
             match T {
@@ -72,7 +76,7 @@ impl Dot for Avx2 {
     }
 
     #[inline(always)]
-    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe {
             match T {
@@ -84,15 +88,26 @@ impl Dot for Avx2 {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { expand_e4m3(unit, out) }
+        unsafe { expand_e4m3(panel, out) }
+    }
+
+    #[inline(always)]
+    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { transpose(tile) }
     }
 }
 
 impl Dot for AvxVnni {
     #[inline(always)]
-    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], sums: [i32; T]) -> [Lanes<i32>; T] {
+    fn s8<const T: usize>(
+        self,
+        panel: Panel<'_>,
+        x: [&[u8]; T],
+        sums: [i32; T],
+    ) -> [Lanes<i32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe {
             match T {
@@ -104,7 +119,7 @@ impl Dot for AvxVnni {
     }
 
     #[inline(always)]
-    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe {
             match T {
@@ -116,16 +131,22 @@ impl Dot for AvxVnni {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { expand_e4m3(unit, out) }
+        unsafe { expand_e4m3(panel, out) }
+    }
+
+    #[inline(always)]
+    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { transpose(tile) }
     }
 }
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn s8_widened<const R: usize, const T: usize>(panel: &[u8], x: [&[i8]; T]) -> [Lanes<i32>; T] {
-    let x = x.map(|x| units::<_, UNIT_ROW_BYTES>(panel, x));
+fn s8_widened<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<i32>; T] {
+    let x = x.map(|x| units(panel, x));
     let expand = |unit: usize| {
         let mut wide = [[_mm256_setzero_si256(); T]; UNIT_ROW_BYTES / 16];
         for (step, wide) in wide.iter_mut().enumerate() {
@@ -135,7 +156,7 @@ fn s8_widened<const R: usize, const T: usize>(panel: &[u8], x: [&[i8]; T]) -> [L
         }
         wide
     };
-    let multiply = |rows: &[UnitRow; R], x: &[[__m256i; T]; _], sums: &mut [[__m256i; T]; R]| {
+    let multiply = |rows: &[&UnitRow; R], x: &[[__m256i; T]; _], sums: &mut [[__m256i; T]; R]| {
         let mut acc = *sums;
         for (step, x) in x.iter().enumerate() {
             for (row, acc) in rows.iter().zip(&mut acc) {
@@ -154,18 +175,18 @@ fn s8_widened<const R: usize, const T: usize>(panel: &[u8], x: [&[i8]; T]) -> [L
 #[target_feature(enable = "avx2,avxvnni")]
 #[inline]
 fn s8_vnni<const R: usize, const T: usize>(
-    panel: &[u8],
-    x: [&[i8]; T],
+    panel: Panel<'_>,
+    x: [&[u8]; T],
     sums: [i32; T],
 ) -> [Lanes<i32>; T] {
     let flip = _mm256_set1_epi8(i8::MIN);
-    let x = x.map(|x| units::<_, UNIT_ROW_BYTES>(panel, x));
-    let multiply = |rows: &[UnitRow; R], &unit: &usize, acc: &mut [[__m256i; T]; R]| {
+    let x = x.map(|x| units(panel, x));
+    let multiply = |rows: &[&UnitRow; R], &unit: &usize, acc: &mut [[__m256i; T]; R]| {
         for step in 0..UNIT_ROW_BYTES / 32 {
             for (row, acc) in rows.iter().zip(&mut *acc) {
-                let w = _mm256_xor_si256(load::<_, 32>(&row.as_chunks().0[step]), flip);
+                let w = _mm256_xor_si256(load(&row.as_chunks().0[step]), flip);
                 for t in 0..T {
-                    let x = load::<_, 32>(&x[t][unit].as_chunks().0[step]);
+                    let x = load(&x[t][unit].as_chunks().0[step]);
                     acc[t] = _mm256_dpbusd_avx_epi32(acc[t], w, x);
                 }
             }
@@ -183,8 +204,8 @@ fn s8_vnni<const R: usize, const T: usize>(
 
 #[target_feature(enable = "avx2,fma")]
 #[inline]
-fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
-    let x = x.map(|x| units::<_, { UNIT_ROW_BYTES / 2 }>(panel, x));
+fn bf16<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
+    let x = x.map(|x| units(panel, x));
     let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
     let even = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v));
     let odd = |v| _mm256_castsi256_ps(_mm256_and_si256(v, upper));
@@ -192,14 +213,14 @@ fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<
         let mut wide = [[[_mm256_setzero_ps(); 2]; T]; UNIT_ROW_BYTES / 32];
         for (step, wide) in wide.iter_mut().enumerate() {
             for t in 0..T {
-                let pairs = load::<_, 16>(&x[t][unit].as_chunks().0[step]);
+                let pairs = load(&x[t][unit].as_chunks().0[step]);
                 wide[t] = [even(pairs), odd(pairs)];
             }
         }
         wide
     };
     // acc[r][t][half] are lanes 8 * half.. of an output.
-    let multiply = |rows: &[UnitRow; R],
+    let multiply = |rows: &[&UnitRow; R],
                     x: &[[[__m256; 2]; T]; UNIT_ROW_BYTES / 32],
                     acc: &mut [[[__m256; 2]; T]; R]| {
         // One half after the other: R x T accumulators at a time.
@@ -210,7 +231,7 @@ fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<
             }
             for step in [half, half + 2] {
                 for (row, sums) in rows.iter().zip(&mut sums) {
-                    let w = load::<_, 32>(&row.as_chunks().0[step]);
+                    let w = load(&row.as_chunks().0[step]);
                     let (even, odd) = (even(w), odd(w));
                     for (sum, [x_even, x_odd]) in sums.iter_mut().zip(&x[step]) {
                         *sum = _mm256_fmadd_ps(even, *x_even, *sum);
@@ -255,7 +276,7 @@ fn bf16<const R: usize, const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<
 /// - NaN sets the exponent.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn expand_e4m3(unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
+fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
     /// By the upper nibble.
     const UPPER: [u8; 16] = [
         0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, 0xbc, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2,
@@ -284,11 +305,10 @@ fn expand_e4m3(unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
     let (upper, upper_small, lower_small) = (table(UPPER), table(UPPER_SMALL), table(LOWER_SMALL));
     let byte = |b: u8| _mm256_set1_epi8(b as i8);
     let nibble = byte(0x0f);
-    let (first, second) = out.split_at_mut(UNIT_BYTES);
-    let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
-    let (first, _) = first.as_chunks_mut::<UNIT_ROW_BYTES>();
-    let (second, _) = second.as_chunks_mut::<UNIT_ROW_BYTES>();
-    for ((row, first), second) in rows.iter().zip(first).zip(second) {
+    let [first, second] = &mut out.0;
+    for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
+        let row = panel.row(0, r);
+        prefetch(panel, row);
         let (quarters, _) = row.as_chunks::<32>();
         let (first, _) = first.as_chunks_mut::<64>();
         let (second, _) = second.as_chunks_mut::<64>();
@@ -338,29 +358,36 @@ fn table(bytes: [u8; 16]) -> __m256i {
 #[target_feature(enable = "avx2")]
 #[inline]
 fn panel_sums<const R: usize, const T: usize, X, V: Copy>(
-    panel: &[u8],
+    panel: Panel<'_>,
     zero: V,
     expand: impl Fn(usize) -> X,
-    multiply: impl Fn(&[UnitRow; R], &X, &mut [[V; T]; R]),
+    multiply: impl Fn(&[&UnitRow; R], &X, &mut [[V; T]; R]),
 ) -> Sums<V, T> {
     const { assert!(PANEL_ROWS.is_multiple_of(R)) };
     let mut sums = [[zero; T]; PANEL_ROWS];
-    let (units, _) = panel.as_chunks::<UNIT_BYTES>();
-    for (unit, bytes) in units.iter().enumerate() {
+    for unit in 0..panel.units() {
         let x = expand(unit);
-        let (rows, _) = bytes.as_chunks::<UNIT_ROW_BYTES>();
-        let (blocks, _) = rows.as_chunks::<R>();
-        let (sums, _) = sums.as_chunks_mut::<R>();
-        for (rows, sums) in blocks.iter().zip(sums) {
-            for line in rows.as_flattened().iter().step_by(64) {
-                // Past the panel lies the next one, and a prefetch never faults.
-                let ahead = (&raw const *line).wrapping_add(PREFETCH_BYTES);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+        let (blocks, _) = sums.as_chunks_mut::<R>();
+        for (block, sums) in blocks.iter_mut().enumerate() {
+            let rows = std::array::from_fn(|r| panel.row(unit, block * R + r));
+            for row in rows {
+                prefetch(panel, row);
             }
-            multiply(rows, &x, sums);
+            multiply(&rows, &x, sums);
         }
     }
     sums
+}
+
+/// Prefetches what lies ahead of a row's two cache lines.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn prefetch(panel: Panel<'_>, row: &UnitRow) {
+    for line in row.iter().step_by(64) {
+        // May lie past the end; a prefetch never faults.
+        let ahead = (&raw const *line).wrapping_add(panel.prefetch());
+        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+    }
 }
 
 /// The sum over the lanes of each accumulator.
@@ -401,12 +428,54 @@ fn lane_sums(acc: [__m256i; 8], add: impl Fn(__m256i, __m256i) -> __m256i) -> __
     )
 }
 
-/// A row of activations in units of `N` elements.
+/// Rows become columns: two 8 x 8 blocks at a time.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn transpose(tile: &Tile<u32>) -> Tile<u32> {
+    let mut out = Tile::<u32>::default();
+    for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+        let rows: [__m256i; 8] = std::array::from_fn(|r| load(half(&tile.0[row + r], column / 8)));
+        // Pairs of rows, then fours; after this register 2g + h, of rows 4g.., holds the columns
+        // 2h and 2h + 1 (and 4 more) in each half.
+        let pair = |r: usize| {
+            let (a, b) = (rows[r], rows[r + 1]);
+            [_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)]
+        };
+        let fours = |r: usize| {
+            let ([a, b], [c, d]) = (pair(r), pair(r + 2));
+            [
+                _mm256_unpacklo_epi64(a, c),
+                _mm256_unpackhi_epi64(a, c),
+                _mm256_unpacklo_epi64(b, d),
+                _mm256_unpackhi_epi64(b, d),
+            ]
+        };
+        let (top, bottom) = (fours(0), fours(4));
+        for c in 0..4 {
+            let low = _mm256_permute2x128_si256::<0x20>(top[c], bottom[c]);
+            let high = _mm256_permute2x128_si256::<0x31>(top[c], bottom[c]);
+            for (c, values) in [(c, low), (c + 4, high)] {
+                let out = &mut out.0[column + c].as_chunks_mut::<8>().0[row / 8];
+                // SAFETY: 32 bytes; the store needs no alignment.
+                unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), values) };
+            }
+        }
+    }
+    out
+}
+
+/// The first or the second 8 of 16 lanes, as bytes.
 #[inline(always)]
-fn units<'a, C, const N: usize>(panel: &[u8], x: &'a [C]) -> &'a [[C; N]] {
-    let (units, rest) = x.as_chunks::<N>();
+fn half(lanes: &Lanes<u32>, half: usize) -> &[u8; 32] {
+    &bytemuck::cast_ref::<_, [[u8; 32]; 2]>(lanes)[half]
+}
+
+/// A row of activations in units.
+#[inline(always)]
+fn units<'a>(panel: Panel<'_>, x: &'a [u8]) -> &'a [UnitRow] {
+    let (units, rest) = x.as_chunks();
     assert!(
-        rest.is_empty() && units.len() * UNIT_BYTES == panel.len(),
+        rest.is_empty() && units.len() == panel.units(),
         "as many units as activations"
     );
     units
@@ -415,17 +484,15 @@ fn units<'a, C, const N: usize>(panel: &[u8], x: &'a [C]) -> &'a [[C; N]] {
 /// 32 bytes.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn load<C, const N: usize>(values: &[C; N]) -> __m256i {
-    const { assert!(size_of::<[C; N]>() == 32) };
-    // SAFETY: 32 bytes, asserted above; the load needs no alignment.
-    unsafe { _mm256_loadu_si256(values.as_ptr().cast()) }
+fn load(bytes: &[u8; 32]) -> __m256i {
+    // SAFETY: 32 bytes; the load needs no alignment.
+    unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
 }
 
 /// 16 signed bytes as i16.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn widen<C>(values: &[C; 16]) -> __m256i {
-    const { assert!(size_of::<C>() == 1) };
-    // SAFETY: 16 bytes, asserted above; the load needs no alignment.
+fn widen(values: &[u8; 16]) -> __m256i {
+    // SAFETY: 16 bytes; the load needs no alignment.
     _mm256_cvtepi8_epi16(unsafe { _mm_loadu_si128(values.as_ptr().cast()) })
 }

@@ -3,12 +3,13 @@
 //! The bf16 sums keep 16 lanes, lane i adding the products of elements 2i and 2i+1 of each
 //! 32, and end in the tree of [`reduce`]: the grouping that 512-bit registers give. A
 //! product of two bf16 is exact in f32 (unless it under- or overflows), so this equals the
-//! AVX-512 kernel of fused multiply-adds.
+//! AVX2 and AVX-512 kernels of fused multiply-adds.
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
-use super::{Dot, Lanes};
+use super::{Dot, Expanded, Panel};
+use crate::tile::Lanes;
 
 /// The bf16 code of each e4m3 code.
 const BF16_OF_E4M3: [u16; 256] = {
@@ -27,18 +28,21 @@ pub(crate) struct Portable;
 
 impl Dot for Portable {
     #[inline(always)]
-    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], _sums: [i32; T]) -> [Lanes<i32>; T] {
-        let (units, _) = panel.as_chunks::<UNIT_BYTES>();
+    fn s8<const T: usize>(
+        self,
+        panel: Panel<'_>,
+        x: [&[u8]; T],
+        _sums: [i32; T],
+    ) -> [Lanes<i32>; T] {
         x.map(|x| {
             let mut acc = [0i32; PANEL_ROWS];
             let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
-            assert_eq!(units.len(), x.len(), "as many units as activations");
-            for (unit, x) in units.iter().zip(x) {
+            assert_eq!(panel.units(), x.len(), "as many units as activations");
+            for (unit, x) in x.iter().enumerate() {
                 // Widened to i16 first: sums of such products become `pmaddwd` and its like.
-                let x = x.map(i16::from);
-                let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
-                for (acc, row) in acc.iter_mut().zip(rows) {
-                    let row = row.map(|w| i16::from(w as i8));
+                let x = x.map(|x| i16::from(x as i8));
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    let row = panel.row(unit, r).map(|w| i16::from(w as i8));
                     for (&w, &x) in row.iter().zip(&x) {
                         *acc += i32::from(w) * i32::from(x);
                     }
@@ -49,17 +53,15 @@ impl Dot for Portable {
     }
 
     #[inline(always)]
-    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         x.map(|x| {
             let mut acc = [[0f32; 16]; PANEL_ROWS];
-            let (units, _) = panel.as_chunks::<UNIT_BYTES>();
-            let (x, _) = x.as_chunks::<{ UNIT_ROW_BYTES / 2 }>();
-            assert_eq!(units.len(), x.len(), "as many units as activations");
-            for (unit, x) in units.iter().zip(x) {
-                let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
-                let (x, _) = x.as_chunks::<32>();
-                for (acc, row) in acc.iter_mut().zip(rows) {
-                    let (halves, _) = row.as_chunks::<64>();
+            let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
+            assert_eq!(panel.units(), x.len(), "as many units as activations");
+            for (unit, x) in x.iter().enumerate() {
+                let (x, _) = x.as_chunks::<64>();
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    let (halves, _) = panel.row(unit, r).as_chunks::<64>();
                     for (w, x) in halves.iter().zip(x) {
                         add_products(acc, w, x);
                     }
@@ -70,15 +72,12 @@ impl Dot for Portable {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, unit: &[u8; UNIT_BYTES], out: &mut [u8; 2 * UNIT_BYTES]) {
-        let (first, second) = out.split_at_mut(UNIT_BYTES);
-        let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
-        let (first, _) = first.as_chunks_mut::<UNIT_ROW_BYTES>();
-        let (second, _) = second.as_chunks_mut::<UNIT_ROW_BYTES>();
-        for ((row, first), second) in rows.iter().zip(first).zip(second) {
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        let [first, second] = &mut out.0;
+        for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
             let (first, _) = first.as_chunks_mut::<2>();
             let (second, _) = second.as_chunks_mut::<2>();
-            for (out, &code) in first.iter_mut().chain(second).zip(row) {
+            for (out, &code) in first.iter_mut().chain(second).zip(panel.row(0, r)) {
                 *out = BF16_OF_E4M3[usize::from(code)].to_le_bytes();
             }
         }
@@ -87,13 +86,13 @@ impl Dot for Portable {
 
 /// acc[i] += w[2i] x[2i], then += w[2i+1] x[2i+1].
 #[inline(always)]
-fn add_products(acc: &mut [f32; 16], w: &[u8; 64], x: &[u16; 32]) {
+fn add_products(acc: &mut [f32; 16], w: &[u8; 64], x: &[u8; 64]) {
     let (w, _) = w.as_chunks::<4>();
-    let (x, _) = x.as_chunks::<2>();
+    let (x, _) = x.as_chunks::<4>();
     for ((acc, w), x) in acc.iter_mut().zip(w).zip(x) {
-        let w = u32::from_le_bytes(*w);
-        let even = f32::from_bits(w << 16) * f32::from_bits(u32::from(x[0]) << 16);
-        let odd = f32::from_bits(w & 0xffff_0000) * f32::from_bits(u32::from(x[1]) << 16);
+        let (w, x) = (u32::from_le_bytes(*w), u32::from_le_bytes(*x));
+        let even = f32::from_bits(w << 16) * f32::from_bits(x << 16);
+        let odd = f32::from_bits(w & 0xffff_0000) * f32::from_bits(x & 0xffff_0000);
         *acc = (*acc + even) + odd;
     }
 }

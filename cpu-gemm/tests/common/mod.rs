@@ -25,32 +25,38 @@ pub(crate) const CLAMPED: Activation = Activation::ClampedSwiGlu {
 /// Every kernel that this processor can run, each once.
 pub(crate) fn engines() -> Vec<Engine> {
     let avx2 = Features::AVX2;
-    let vnni = Features::AVX512F
+    let avx512 = Features::AVX512F
         .and(Features::AVX512BW)
         .and(Features::AVX512VNNI);
     let masks = [
         Features::NONE,
         avx2,
         avx2.and(Features::AVXVNNI),
-        vnni,
-        vnni.and(Features::AVX512BF16),
+        avx512,
+        avx512.and(Features::AVX512BF16),
+        Features::ALL,
     ];
-    let mut engines: Vec<Engine> = Vec::new();
+    let mut engines = vec![Engine::emulating_amx().unwrap()];
     for mask in masks {
-        let engine = Engine::with_features(mask);
+        let engine = Engine::with_features(mask).unwrap();
         let names = |e: &Engine| FORMATS.map(|format| e.kernel_name(format));
         if engines.iter().all(|e| names(e) != names(&engine)) {
             engines.push(engine);
         }
     }
-    if engines.len() < masks.len() {
+    if engines.len() <= masks.len() {
         println!(
             "skipped: this processor runs {} of {} kernels",
-            engines.len(),
+            engines.len() - 1,
             masks.len()
         );
     }
     engines
+}
+
+/// Whether a kernel adds bf16 products in the order of the portable one.
+pub(crate) fn has_portable_order(kernel: &str) -> bool {
+    !kernel.starts_with("amx") && !kernel.contains("_dot_")
 }
 
 pub(crate) fn rng(seed: u64) -> ChaCha8Rng {

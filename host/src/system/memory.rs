@@ -4,8 +4,7 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 
-use super::cgroup;
-use super::parse_list;
+use asym_gemm_cpu::topology::{cgroup, parse_list};
 
 /// Main memory in bytes. `None` where the system does not say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]

@@ -8,7 +8,8 @@ use super::cgroup;
 use super::parse_list;
 
 /// What bounds the threads of this process, and the number chosen from it.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Threads {
     /// CPUs that the scheduler may use for this process.
     pub affinity: Vec<usize>,
@@ -52,9 +53,16 @@ impl Threads {
     }
 }
 
-/// CPUs in the process's mask. The mask is enlarged until the kernel's fits.
+/// The number of compute threads to start when the caller names none, as
+/// [`Threads::default_count`] of a fresh reading.
+pub fn default_threads() -> usize {
+    Threads::read().default_count()
+}
+
+/// CPUs that the scheduler may use for the calling thread, ascending.
+// The mask is enlarged until the kernel's fits.
 #[cfg(target_os = "linux")]
-fn affinity() -> Vec<usize> {
+pub fn affinity() -> Vec<usize> {
     let mut mask = vec![0u64; 16];
     while mask.len() <= 1 << 14 {
         // SAFETY: the mask has the stated number of bytes; 0 is this thread.
@@ -69,8 +77,9 @@ fn affinity() -> Vec<usize> {
     fallback()
 }
 
+/// CPUs that the scheduler may use for the calling thread, ascending.
 #[cfg(not(target_os = "linux"))]
-fn affinity() -> Vec<usize> {
+pub fn affinity() -> Vec<usize> {
     fallback()
 }
 

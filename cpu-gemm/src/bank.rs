@@ -7,8 +7,8 @@ use asym_gemm_formats::bank::{BankGeometry, GATE_UP_PANELS, PANEL_ROWS, Projecti
 use asym_gemm_formats::{WeightFormat, bf16, int8};
 
 use crate::CpuError;
-use crate::kernels::Lanes;
 use crate::recipe::MAX_EXACT_K;
+use crate::tile::Lanes;
 use crate::validate::same;
 
 /// The most rows or columns of one expert matrix.
@@ -57,10 +57,6 @@ pub(crate) struct ExpertRef<'a> {
 }
 
 impl<'a> ExpertRef<'a> {
-    pub(crate) fn geometry(&self) -> BankGeometry {
-        self.geometry
-    }
-
     fn slice(&self, slice: usize) -> &'a [u8] {
         let size = self.geometry.slice_bytes();
         &self.bytes[slice * size..][..size]
@@ -72,17 +68,17 @@ impl<'a> ExpertRef<'a> {
         &self.slice(slice)[panel * size..][..size]
     }
 
-    /// The scales of that panel, one set of lanes for each block of K.
-    pub(crate) fn gate_up_scales(&self, slice: usize, panel: usize, out: &mut Vec<Lanes<f32>>) {
+    /// The scales of that panel's rows for block `block` of K; ones in bf16.
+    #[inline(always)]
+    pub(crate) fn gate_up_scales(&self, slice: usize, panel: usize, block: usize) -> Lanes<f32> {
         let blocks = self.geometry.hidden_blocks();
-        out.clear();
-        out.resize(blocks, [0.0; PANEL_ROWS]);
+        if blocks == 0 {
+            return [1.0; PANEL_ROWS];
+        }
         let start = self.geometry.gate_up_scales_offset() + panel * PANEL_ROWS * blocks * 4;
         let bytes = &self.slice(slice)[start..][..PANEL_ROWS * blocks * 4];
         let (values, _) = bytes.as_chunks::<4>();
-        for (i, value) in values.iter().enumerate() {
-            out[i % blocks][i / blocks] = f32::from_le_bytes(*value);
-        }
+        std::array::from_fn(|row| f32::from_le_bytes(values[row * blocks + block]))
     }
 
     /// The biases of that panel, if the bank has biases.
@@ -99,25 +95,32 @@ impl<'a> ExpertRef<'a> {
         &self.slice(slice)[self.geometry.down_offset() + panel * size..][..size]
     }
 
-    /// The scales of that panel in Block128; zeros in other formats.
+    /// The panels of a slice's down from `panel` on, with everything that follows in the expert:
+    /// the same panel of the next slice lies `slice_bytes` further.
+    pub(crate) fn down_panels_from(&self, panel: usize) -> &'a [u8] {
+        let size = self.geometry.down_panel_bytes();
+        &self.bytes[self.geometry.down_offset() + panel * size..]
+    }
+
+    /// The scales of that panel in Block128; ones in other formats.
     pub(crate) fn down_block_scales(&self, slice: usize, panel: usize) -> Lanes<f32> {
         match self.geometry.format {
             WeightFormat::Int8Block128 => {
                 let start = self.geometry.down_block_scales_offset() + panel * PANEL_ROWS * 4;
                 lanes(&self.slice(slice)[start..])
             }
-            _ => [0.0; PANEL_ROWS],
+            _ => [1.0; PANEL_ROWS],
         }
     }
 
-    /// The scales of down panel `panel` in PerRow; zeros in other formats.
-    pub(crate) fn down_row_scales(&self, panel: usize) -> Lanes<f32> {
+    /// The scales of down panel `panel` over all of I in PerRow.
+    pub(crate) fn down_row_scales(&self, panel: usize) -> Option<Lanes<f32>> {
         match self.geometry.format {
             WeightFormat::Int8PerRow => {
                 let start = self.geometry.down_row_scales_offset() + panel * PANEL_ROWS * 4;
-                lanes(&self.bytes[start..])
+                Some(lanes(&self.bytes[start..]))
             }
-            _ => [0.0; PANEL_ROWS],
+            _ => None,
         }
     }
 

@@ -9,7 +9,7 @@
 //! Everything takes borrowed slices, checks all arguments before it touches memory, and runs on the
 //! rayon pool of the caller.
 
-mod activations;
+mod amx_permission;
 mod bank;
 mod combine;
 mod engine;
@@ -20,19 +20,28 @@ mod isa;
 mod kernels;
 mod matrix;
 pub mod pool;
+mod product;
 mod recipe;
+mod region;
 mod router;
-mod scatter;
+mod shared;
+mod tile;
+mod tokens;
 pub mod topology;
 mod validate;
 mod wide;
+mod workspace;
 
 pub use bank::{BankRef, ExpertSource, UnpackedExpert, pack_expert, unpack};
-pub use combine::{Combine, combine};
+pub use combine::{Combine, Slots, combine};
 pub use engine::Engine;
 pub use errors::CpuError;
 pub use ffn::ExpertGroup;
 pub use gemm::{GroupRange, Output};
 pub use isa::{Features, ISA_VARIABLE, Isa};
-pub use matrix::{Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef};
+pub use matrix::{
+    Bf16Weights, Int8Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, PackedRef,
+    WeightElement, WeightsRef,
+};
 pub use router::{Router, router_logits};
+pub use tokens::Rows;

@@ -5,9 +5,10 @@
 //! product of two bf16 is exact in f32 (unless it under- or overflows), so this equals the
 //! AVX-512 kernel of fused multiply-adds.
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 
-use super::{Dot, Lanes};
+use super::{Dot, Panel};
+use crate::tile::Lanes;
 
 /// The dot products of this module.
 #[derive(Clone, Copy)]
@@ -15,17 +16,20 @@ pub(crate) struct Portable;
 
 impl Dot for Portable {
     #[inline(always)]
-    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], _sums: [i32; T]) -> [Lanes<i32>; T] {
+    fn s8<const T: usize>(
+        self,
+        panel: Panel<'_>,
+        x: [&[u8]; T],
+        _sums: [i32; T],
+    ) -> [Lanes<i32>; T] {
         x.map(|x| {
             let mut acc = [0i32; PANEL_ROWS];
-            let (units, _) = panel.as_chunks::<UNIT_BYTES>();
             let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
-            assert_eq!(units.len(), x.len(), "as many units as activations");
-            for (unit, x) in units.iter().zip(x) {
-                let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
-                for (acc, row) in acc.iter_mut().zip(rows) {
-                    for (&w, &x) in row.iter().zip(x) {
-                        *acc += i32::from(w as i8) * i32::from(x);
+            assert_eq!(panel.units(), x.len(), "as many units as activations");
+            for (unit, x) in x.iter().enumerate() {
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    for (&w, &x) in panel.row(unit, r).iter().zip(x) {
+                        *acc += i32::from(w as i8) * i32::from(x as i8);
                     }
                 }
             }
@@ -34,17 +38,15 @@ impl Dot for Portable {
     }
 
     #[inline(always)]
-    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         x.map(|x| {
             let mut acc = [[0f32; 16]; PANEL_ROWS];
-            let (units, _) = panel.as_chunks::<UNIT_BYTES>();
-            let (x, _) = x.as_chunks::<{ UNIT_ROW_BYTES / 2 }>();
-            assert_eq!(units.len(), x.len(), "as many units as activations");
-            for (unit, x) in units.iter().zip(x) {
-                let (rows, _) = unit.as_chunks::<UNIT_ROW_BYTES>();
-                let (x, _) = x.as_chunks::<32>();
-                for (acc, row) in acc.iter_mut().zip(rows) {
-                    let (halves, _) = row.as_chunks::<64>();
+            let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
+            assert_eq!(panel.units(), x.len(), "as many units as activations");
+            for (unit, x) in x.iter().enumerate() {
+                let (x, _) = x.as_chunks::<64>();
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    let (halves, _) = panel.row(unit, r).as_chunks::<64>();
                     for (w, x) in halves.iter().zip(x) {
                         add_products(acc, w, x);
                     }
@@ -57,13 +59,13 @@ impl Dot for Portable {
 
 /// acc[i] += w[2i] x[2i], then += w[2i+1] x[2i+1].
 #[inline(always)]
-fn add_products(acc: &mut [f32; 16], w: &[u8; 64], x: &[u16; 32]) {
+fn add_products(acc: &mut [f32; 16], w: &[u8; 64], x: &[u8; 64]) {
     let (w, _) = w.as_chunks::<4>();
-    let (x, _) = x.as_chunks::<2>();
+    let (x, _) = x.as_chunks::<4>();
     for ((acc, w), x) in acc.iter_mut().zip(w).zip(x) {
-        let w = u32::from_le_bytes(*w);
-        let even = f32::from_bits(w << 16) * f32::from_bits(u32::from(x[0]) << 16);
-        let odd = f32::from_bits(w & 0xffff_0000) * f32::from_bits(u32::from(x[1]) << 16);
+        let (w, x) = (u32::from_le_bytes(*w), u32::from_le_bytes(*x));
+        let even = f32::from_bits(w << 16) * f32::from_bits(x << 16);
+        let odd = f32::from_bits(w & 0xffff_0000) * f32::from_bits(x & 0xffff_0000);
         *acc = (*acc + even) + odd;
     }
 }

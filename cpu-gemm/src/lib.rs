@@ -20,6 +20,7 @@ mod isa;
 mod kernels;
 mod matrix;
 pub mod pool;
+pub mod probe;
 mod product;
 mod recipe;
 mod region;

@@ -1,7 +1,7 @@
 //! Threads that a parallel region runs on.
 //!
 //! A region is one closure, called at the same time on the calling thread and on some workers;
-//! it divides its work by pulling tickets from a counter of its own. [`Workers`] is the contract,
+//! it divides its work by pulling [`Tickets`]. [`Workers`] is the contract,
 //! kept so weak that no caller can deadlock: *any* number of participants from one up is correct.
 //!
 //! ```text
@@ -19,10 +19,12 @@ mod on_rayon;
 mod spin;
 #[cfg(test)]
 mod tests;
+mod tickets;
 
 pub use default::{MAX_THREADS, THREADS_VARIABLE, default_workers};
 pub use on_rayon::RayonWorkers;
 pub use spin::SpinPool;
+pub use tickets::Tickets;
 
 use std::any::Any;
 use std::cell::Cell;
@@ -93,6 +95,10 @@ fn participate(body: &(dyn Fn(usize) + Sync), participant: usize) -> Result<(), 
     IN_REGION.set(outer);
     result.map_err(|payload| TaskPanic::new(participant, payload))
 }
+
+/// A value with a cache line (and the neighbour that is prefetched with it) to itself.
+#[repr(align(128))]
+struct Line<T>(T);
 
 /// A body that outlives its borrow in the type system only.
 #[derive(Clone, Copy)]

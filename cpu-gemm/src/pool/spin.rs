@@ -25,7 +25,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use super::{Body, MAX_THREADS, Process, TaskPanic, Workers, in_region, participate};
+use super::{Body, Line, MAX_THREADS, Process, TaskPanic, Workers, in_region, participate};
 use crate::CpuError;
 use crate::topology;
 
@@ -42,10 +42,6 @@ const WAKES: usize = 4;
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Looks at a flag before the closing caller also yields and checks that it is still in its process.
 const CLOSING_LOOKS: u32 = 2048;
-
-/// A value with a cache line (and its prefetched neighbour) to itself.
-#[repr(align(128))]
-struct Line<T>(T);
 
 /// Number of the region, and whether it is open; or the end of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,11 +5,22 @@
 //! says less.
 
 pub mod cgroup;
+#[cfg(test)]
+mod fixture;
+mod machine;
+mod nodes;
 mod pin;
+mod placement;
 mod threads;
 
+pub use machine::{Cpu, Topology};
+pub use nodes::{NumaNode, NumaNodes, meminfo_bytes};
 pub(crate) use pin::pin;
+pub use placement::{NodeShare, Placement};
 pub use threads::{Threads, affinity, default_threads};
+
+/// Where Linux describes CPUs and nodes.
+const SYSTEM: &str = "/sys/devices/system";
 
 /// Reads a list of numbers as the kernel writes them: `0-3,8,10-11`. `None` if it is not
 /// such a list.

@@ -6,11 +6,11 @@ mod bandwidth;
 mod cpu;
 mod memory;
 
-pub use asym_gemm_cpu::topology::Threads;
+pub use asym_gemm_cpu::topology::{NumaNode, NumaNodes, Threads};
 pub use bandwidth::dram_read_rate;
 pub use cpu::{AmxPermission, CpuInfo, amx_permission, request_amx};
 pub(crate) use memory::zeroed;
-pub use memory::{LockLimit, Memory, MemoryShort, NumaNode, NumaNodes};
+pub use memory::{LockLimit, Memory, MemoryShort};
 
 /// Everything above in one report.
 #[derive(Clone, Debug, serde::Serialize)]

@@ -171,9 +171,11 @@ impl Recipe for Fp8 {
     #[inline(always)]
     fn add_block(sums: &Tile<f32>, rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
         for ((y, sums), row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-            for (y, &sum) in y.iter_mut().zip(sums) {
-                *y = fma(sum, *row, *y);
+            let (sums, mut out) = (*sums, *y);
+            for t in 0..TOKENS {
+                out[t] = fma(sums[t], *row, out[t]);
             }
+            *y = out;
         }
     }
 }
@@ -230,10 +232,14 @@ fn quantise_hidden(
 /// y = fma(sum, row scale * token scale, y).
 #[inline(always)]
 fn add_scaled(sums: &Tile<i32>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+    let tokens = *tokens;
     for ((y, sums), row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-        for ((y, &sum), token) in y.iter_mut().zip(sums).zip(tokens) {
-            *y = fma(sum as f32, token * row, *y);
+        // Of whole rows, not of elements in memory: this becomes vector code.
+        let (sums, mut out) = (*sums, *y);
+        for t in 0..TOKENS {
+            out[t] = fma(sums[t] as f32, tokens[t] * row, out[t]);
         }
+        *y = out;
     }
 }
 

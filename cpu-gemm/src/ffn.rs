@@ -29,8 +29,8 @@ use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
 use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
-use crate::gemm::{Output, store};
-use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span};
+use crate::gemm::{Output, RowBuffer};
+use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_share};
 use crate::pool::Workers;
 use crate::product::{self, Order, Tiles, Weights};
 use crate::recipe::Recipe;
@@ -39,7 +39,8 @@ use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
-use crate::workspace::Workspace;
+use crate::vector::{Vector, VectorMath};
+use crate::workspace::{Buffer, Workspace};
 
 /// Most tokens of a block: their h and sums stay in the second-level cache.
 const BLOCK_TOKENS: usize = 512;
@@ -357,6 +358,8 @@ struct Scratch {
     tiles: Tiles,
     /// `[group of a pass][row of the slice]`.
     h: Vec<[Lanes<f32>; SLICE]>,
+    /// Rows of y.
+    rows: Buffer,
     /// The rounded words of one slice.
     words: Vec<Lanes<u32>>,
     /// One row of x in f32.
@@ -446,7 +449,7 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
     ) {
         words.resize(SLICE * size_of::<R::Code>() / 4, [0; TOKENS]);
         let (mut scales, mut sums) = ([1.0; TOKENS], [0; TOKENS]);
-        R::encode_hidden(h, words, &mut scales, &mut sums);
+        R::encode_hidden(m.vector(), h, words, &mut scales, &mut sums);
         // SAFETY: nobody else touches the slice, by this function's contract.
         unsafe { self.h.store_slice(m, group, slice, words, scales, sums) };
     }
@@ -532,6 +535,7 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
             number,
             scratch,
         } = self.0;
+        let v = m.vector();
         let geometry = job.geometry();
         let parts = job.division.parts();
         let (block_slice, part) = (number / parts, number % parts);
@@ -553,8 +557,14 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
+            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: the groups of the block are packed.
-            let x = unsafe { pass(&job.x, block.first_group, block.tokens.len(), first, count) };
+            let (x, next) = unsafe {
+                let pass = |first, count| {
+                    pass(&job.x, block.first_group, block.tokens.len(), first, count)
+                };
+                (pass(first, count), pass(first + count, following))
+            };
             let x = &x[..count];
             let mut pair = first_pair;
             while pair < end_pair {
@@ -577,6 +587,7 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                     } else {
                         0
                     },
+                    next: &next[..following],
                 };
                 let products = product::multiply::<R, M>(m, &weights, order, x, tiles);
                 for p in 0..pairs {
@@ -586,12 +597,12 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                     let up_bias = block.expert.gate_up_bias(slice, 2 * (pair + p) + 1);
                     for (g, h) in h[..count].iter_mut().enumerate() {
                         let (mut gate, mut up) = (Tile::default(), Tile::default());
-                        products.scaled(2 * p, g, &x[g], &gate_rows, &mut gate);
-                        products.scaled(2 * p + 1, g, &x[g], &up_rows, &mut up);
-                        add_bias(&mut gate, &gate_bias);
-                        add_bias(&mut up, &up_bias);
+                        products.scaled(v, 2 * p, g, &x[g], &gate_rows, &mut gate);
+                        products.scaled(v, 2 * p + 1, g, &x[g], &up_rows, &mut up);
+                        add_bias(v, &mut gate, &gate_bias);
+                        add_bias(v, &mut up, &up_bias);
                         let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
-                        activate(job.call.activation, &gate, &up, &mut panels[pair + p]);
+                        activate(v, job.call.activation, &gate, &up, &mut panels[pair + p]);
                     }
                 }
                 pair += pairs;
@@ -645,21 +656,46 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
         let end_panel = geometry
             .down_panels()
             .min(first_panel + job.division.down_panels);
+        let panels = first_panel..end_panel;
+        let Scratch { tiles, rows, .. } = scratch;
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
+            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: h of the block is complete.
-            let h = unsafe { pass(&job.h, block.first_group, block.tokens.len(), first, count) };
-            for panel in first_panel..end_panel {
-                DownPanel {
+            let (h, next) = unsafe {
+                let pass = |first, count| {
+                    pass(&job.h, block.first_group, block.tokens.len(), first, count)
+                };
+                (pass(first, count), pass(first + count, following))
+            };
+            let mut rows = RowBuffer::<f32>::new(rows, panels.len());
+            for (i, panel) in panels.clone().enumerate() {
+                let units = geometry.slices() * geometry.down_units();
+                prefetch_share::<R, M>(&next[..following], 0..units, i, panels.len());
+                let down = DownPanel {
                     job,
                     expert: block.expert,
                     panel,
                     h: &h[..count],
-                    first_row: block.start + first * TOKENS,
                     in_cache: first > 0,
+                };
+                let y = down.run(m, tiles);
+                for (g, y) in y.iter().enumerate() {
+                    rows.put(m, i, g, h[g].tokens, y);
                 }
-                .run(m, &mut scratch.tiles);
+            }
+            let column = first_panel * PANEL_ROWS;
+            let columns = (panels.len() * PANEL_ROWS).min(geometry.hidden - column);
+            for t in 0..count * TOKENS {
+                let token = first * TOKENS + t;
+                if token < block.tokens.len() {
+                    let start = (block.start + token) * geometry.hidden + column;
+                    // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
+                    // their columns; readers wait for `down_all`.
+                    let y = unsafe { job.y.write(start, columns) };
+                    y.copy_from_slice(&rows.row(t)[..columns]);
+                }
             }
             first += count;
         }
@@ -673,15 +709,14 @@ struct DownPanel<'j, 'a, R: Recipe, O> {
     expert: ExpertRef<'a>,
     panel: usize,
     h: &'j [Group<'j>],
-    /// Row of y of the first token.
-    first_row: usize,
     /// Whether an earlier pass has read the weights.
     in_cache: bool,
 }
 
 impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     #[inline(always)]
-    fn run<M: Multiply>(self, m: M, tiles: &mut Tiles) {
+    fn run<'t, M: Multiply>(self, m: M, tiles: &'t mut Tiles) -> &'t [Tile<f32>] {
+        let v = m.vector();
         let geometry = self.job.geometry();
         let groups = self.h.len();
         // Two sets of sums: a slice is scaled while the next one is multiplied.
@@ -692,7 +727,7 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
                     self.multiply_slice(m, slice, &mut sums[slice % 2 * groups..][..groups]);
                 }
                 if let Some(slice) = slice.checked_sub(1) {
-                    self.add_slice(slice, &sums[slice % 2 * groups..][..groups], y);
+                    self.add_slice(v, slice, &sums[slice % 2 * groups..][..groups], y);
                 }
             }
         } else {
@@ -715,10 +750,21 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
                 &mut sums[..groups],
             );
             for g in 0..groups {
-                R::scale(&sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
+                R::scale(v, &sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
             }
         }
-        self.finish(m, y);
+        let scales = self.expert.down_row_scales(self.panel);
+        let bias = self.expert.down_bias(self.panel);
+        for y in &mut *y {
+            if let Some(scales) = &scales {
+                for r in 0..PANEL_ROWS {
+                    let scaled = v.mul(v.load(&y.0[r]), v.splat(scales[r]));
+                    v.store(scaled, &mut y.0[r]);
+                }
+            }
+            add_bias(v, y, &bias);
+        }
+        y
     }
 
     /// The same panel; the one that follows in its slice is fetched meanwhile.
@@ -742,43 +788,14 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     }
 
     #[inline(always)]
-    fn add_slice(&self, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
+    fn add_slice<V: Vector>(&self, v: V, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
         let rows = self.expert.down_block_scales(slice, self.panel);
         for g in 0..self.h.len() {
             let tokens = &self.h[g].scales[slice];
             if slice == 0 {
-                R::scale(&sums[g], &rows, tokens, &mut y[g]);
+                R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
             } else {
-                R::add_block(&sums[g], &rows, tokens, &mut y[g]);
-            }
-        }
-    }
-
-    /// Applies what spans all of I and writes rows of y.
-    #[inline(always)]
-    fn finish<M: Multiply>(&self, m: M, y: &mut [Tile<f32>]) {
-        let hidden = self.job.geometry().hidden;
-        let scales = self.expert.down_row_scales(self.panel);
-        let bias = self.expert.down_bias(self.panel);
-        let column = self.panel * PANEL_ROWS;
-        let columns = PANEL_ROWS.min(hidden - column);
-        for g in 0..self.h.len() {
-            if let Some(scales) = &scales {
-                for r in 0..PANEL_ROWS {
-                    for t in 0..TOKENS {
-                        y[g].0[r][t] *= scales[r];
-                    }
-                }
-            }
-            add_bias(&mut y[g], &bias);
-            let mut by_token = Tile::<f32>::default();
-            m.transpose(y[g].as_words(), by_token.as_words_mut());
-            for t in 0..self.h[g].tokens {
-                let row = self.first_row + g * TOKENS + t;
-                // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
-                // columns; readers wait for `down_all`.
-                let out = unsafe { self.job.y.write(row * hidden + column, columns) };
-                store(&by_token.0[t][..columns], out);
+                R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
             }
         }
     }
@@ -810,46 +827,34 @@ impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
         tasks.run(number, &parts, &mut scratch.wide, |start, sums| {
             // SAFETY: each task has columns of its own.
             let out = unsafe { out.write(start, sums.len()) };
-            store(sums, out);
+            for (out, &sum) in out.iter_mut().zip(sums) {
+                *out = O::from_f32(sum);
+            }
         });
     }
 }
 
 #[inline(always)]
-fn add_bias(y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
+fn add_bias<V: Vector>(v: V, y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
     if let Some(bias) = bias {
         for r in 0..PANEL_ROWS {
-            for t in 0..TOKENS {
-                y.0[r][t] += bias[r];
-            }
+            let sum = v.add(v.load(&y.0[r]), v.splat(bias[r]));
+            v.store(sum, &mut y.0[r]);
         }
     }
 }
 
-/// The activation of 16 rows of 16 tokens. One loop for each kind, so that each can become vector
-/// code.
+/// The activation of 16 rows of 16 tokens.
 #[inline(always)]
-fn activate(
+fn activate<V: Vector>(
+    v: V,
     activation: Activation,
     gate: &Tile<f32>,
     up: &Tile<f32>,
     h: &mut [Lanes<f32>; PANEL_ROWS],
 ) {
-    match activation {
-        Activation::SwiGlu => {
-            for r in 0..PANEL_ROWS {
-                for t in 0..TOKENS {
-                    h[r][t] = Activation::SwiGlu.apply(gate.0[r][t], up.0[r][t]);
-                }
-            }
-        }
-        Activation::ClampedSwiGlu { limit, alpha } => {
-            let activation = Activation::ClampedSwiGlu { limit, alpha };
-            for r in 0..PANEL_ROWS {
-                for t in 0..TOKENS {
-                    h[r][t] = activation.apply(gate.0[r][t], up.0[r][t]);
-                }
-            }
-        }
+    for r in 0..PANEL_ROWS {
+        let activated = v.activate(activation, v.load(&gate.0[r]), v.load(&up.0[r]));
+        v.store(activated, &mut h[r]);
     }
 }

@@ -14,6 +14,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES};
+use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
@@ -27,9 +28,10 @@ use crate::recipe::{self, MAX_EXACT_K, Recipe};
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
-use crate::tokens::{EncodedRow, Groups, pass, row_bytes};
+use crate::tokens::{EncodedRow, Groups, MAX_PASS, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
-use crate::workspace::Workspace;
+use crate::vector::{FromLanes, Vector};
+use crate::workspace::{Buffer, Workspace};
 
 /// Most rows of A in a block.
 const BLOCK_ROWS: usize = 512;
@@ -50,7 +52,8 @@ pub struct GroupRange {
 }
 
 /// Element types that D can have.
-pub trait Output: Copy + Send + Sync + sealed::Sealed {
+#[expect(private_bounds, reason = "sealed")]
+pub trait Output: Pod + Send + Sync + FromLanes {
     /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self;
 }
@@ -67,30 +70,6 @@ impl Output for bf16 {
     fn from_f32(x: f32) -> Self {
         Self::from_bits(asym_gemm_formats::bf16::encode(x))
     }
-}
-
-/// Rounds `values` into `out`, as long.
-#[inline(always)]
-pub(crate) fn store<O: Output>(values: &[f32], out: &mut [O]) {
-    if let (Ok(values), Ok(out)) = (
-        <&Lanes<f32>>::try_from(values),
-        <&mut Lanes<O>>::try_from(&mut *out),
-    ) {
-        // All columns of a panel: one vector.
-        for t in 0..TOKENS {
-            out[t] = O::from_f32(values[t]);
-        }
-        return;
-    }
-    for (out, &value) in out.iter_mut().zip(values) {
-        *out = O::from_f32(value);
-    }
-}
-
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for half::bf16 {}
 }
 
 /// Shapes of a call that fit each other.
@@ -313,6 +292,8 @@ struct Scratch {
     tiles: Tiles,
     /// Panels that had to be copied.
     copies: Vec<u8>,
+    /// Rows of D.
+    out: Buffer,
 }
 
 thread_local! {
@@ -412,7 +393,7 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
             job,
             block,
             panels,
-            scratch: Scratch { tiles, copies },
+            scratch: Scratch { tiles, copies, out },
         } = self;
         let units = row_bytes::<R>(job.shape.k) / R::X_UNIT_BYTES;
         let panel_bytes = units * UNIT_BYTES;
@@ -429,14 +410,20 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 b.copy_panel(block.weight, first, rows, copy);
             }
         }
+        let v = m.vector();
         let passes = block.groups().div_ceil(M::GROUPS);
         let set = if passes == 1 { 1 } else { count };
         let mut first = 0;
         while first < block.groups() {
             let groups = M::GROUPS.min(block.groups() - first);
+            let following = M::GROUPS.min(block.groups() - first - groups);
             // SAFETY: the groups of the block are packed.
-            let x = unsafe { pass(&job.x, block.first_group, block.rows, first, groups) };
+            let (x, next) = unsafe {
+                let pass = |first, count| pass(&job.x, block.first_group, block.rows, first, count);
+                (pass(first, groups), pass(first + groups, following))
+            };
             let x = &x[..groups];
+            let mut rows = RowBuffer::<O>::new(out, count);
             for start in (0..count).step_by(set) {
                 let weights = TaskPanels {
                     b: job.operands.b,
@@ -459,26 +446,80 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                         0 => job.operands.b.panel_stride(units),
                         _ => 0,
                     },
+                    next: &next[..following],
                 };
                 let products = product::multiply::<R, M>(m, &weights, order, x, tiles);
                 for p in 0..order.panels {
                     let scales = weights.scales(p, 0);
-                    let (column, columns) = weights.rows(p);
                     for g in 0..groups {
-                        let (mut y, mut by_row) = (Tile::default(), Tile::<f32>::default());
-                        products.scaled(p, g, &x[g], &scales, &mut y);
-                        m.transpose(y.as_words(), by_row.as_words_mut());
-                        for t in 0..x[g].tokens {
-                            let row = block.start + (first + g) * TOKENS + t;
-                            // SAFETY: groups own their rows (validated disjoint) and tasks of one
-                            // block their columns.
-                            let out = unsafe { job.d.write(row * job.stride + column, columns) };
-                            store(&by_row.0[t][..columns], out);
-                        }
+                        let mut y = Tile::default();
+                        products.scaled(v, p, g, &x[g], &scales, &mut y);
+                        rows.put(m, start + p, g, x[g].tokens, &y);
                     }
+                }
+            }
+            let first_column = panels.start * PANEL_ROWS;
+            let columns = (count * PANEL_ROWS).min(job.shape.n - first_column);
+            for t in 0..groups * TOKENS {
+                let row = first * TOKENS + t;
+                if row < block.rows {
+                    let start = (block.start + row) * job.stride + first_column;
+                    // SAFETY: groups own their rows (validated disjoint) and tasks of one block
+                    // their columns.
+                    let d = unsafe { job.d.write(start, columns) };
+                    d.copy_from_slice(&rows.row(t)[..columns]);
                 }
             }
             first += groups;
         }
+    }
+}
+
+/// Results of a pass as rows of tokens.
+///
+/// A panel gives 16 columns; rows of the output lie far apart, often a power of two, so that
+/// written panel by panel they would fight for a few sets of the first-level cache.
+pub(crate) struct RowBuffer<'b, O> {
+    rows: &'b mut [O],
+    stride: usize,
+}
+
+impl<'b, O: Output> RowBuffer<'b, O> {
+    /// Room for `panels` panels of up to [`MAX_PASS`] groups.
+    #[inline(always)]
+    pub(crate) fn new(buffer: &'b mut Buffer, panels: usize) -> Self {
+        // An odd number of cache lines.
+        let stride = panels * PANEL_ROWS + 64 / size_of::<O>();
+        Self {
+            rows: buffer.take(MAX_PASS * TOKENS * stride),
+            stride,
+        }
+    }
+
+    /// Stores panel `panel` of group `group`.
+    #[inline(always)]
+    pub(crate) fn put<M: Multiply>(
+        &mut self,
+        m: M,
+        panel: usize,
+        group: usize,
+        tokens: usize,
+        y: &Tile<f32>,
+    ) {
+        let mut by_token = Tile::<f32>::default();
+        m.transpose(y.as_words(), by_token.as_words_mut());
+        let v = m.vector();
+        for t in 0..tokens {
+            let start = (group * TOKENS + t) * self.stride + panel * PANEL_ROWS;
+            let out = self.rows[start..].first_chunk_mut();
+            let out = out.expect("rows are at least as long as the panels");
+            O::from_lanes(v, v.load(&by_token.0[t]), out);
+        }
+    }
+
+    /// Row `row`: what was stored of token `row` of the pass.
+    #[inline(always)]
+    pub(crate) fn row(&self, row: usize) -> &[O] {
+        &self.rows[row * self.stride..][..self.stride]
     }
 }

@@ -30,6 +30,7 @@ mod tile;
 mod tokens;
 pub mod topology;
 mod validate;
+mod vector;
 mod wide;
 mod workspace;
 

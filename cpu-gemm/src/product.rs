@@ -1,8 +1,9 @@
 //! Several panels times the groups of one pass.
 
-use crate::kernels::{Group, Multiply, Panel, Span};
+use crate::kernels::{Group, Multiply, Panel, Span, prefetch_share};
 use crate::recipe::Recipe;
 use crate::tile::{Lanes, Tile};
+use crate::vector::Vector;
 
 /// Consecutive panels of weights. Implement the methods with `#[inline(always)]`.
 pub(crate) trait Weights {
@@ -14,7 +15,7 @@ pub(crate) trait Weights {
 
 /// How the panels are gone through.
 #[derive(Clone, Copy)]
-pub(crate) struct Order {
+pub(crate) struct Order<'x> {
     /// Panels.
     pub(crate) panels: usize,
     /// Units of K of the weights.
@@ -24,6 +25,9 @@ pub(crate) struct Order {
     pub(crate) chunk_units: usize,
     /// Bytes ahead to prefetch when chunks are read; 0 if the weights are in the cache.
     pub(crate) prefetch: usize,
+    /// The groups of the next pass, which another core may have packed: the start of them is
+    /// fetched during the last chunk.
+    pub(crate) next: &'x [Group<'x>],
 }
 
 /// Tiles that a thread keeps between tasks.
@@ -67,8 +71,9 @@ impl<R: Recipe> Products<'_, R> {
     /// The scaled product of panel `p` and group `g`; `x` is that group, `rows` the panel's scales if
     /// K is one block.
     #[inline(always)]
-    pub(crate) fn scaled(
+    pub(crate) fn scaled<V: Vector>(
         &self,
+        v: V,
         p: usize,
         g: usize,
         x: &Group<'_>,
@@ -79,7 +84,7 @@ impl<R: Recipe> Products<'_, R> {
         if R::BLOCKED_X {
             *out = self.y[i];
         } else {
-            R::scale(&self.sums[i], rows, &x.scales[0], out);
+            R::scale(v, &self.sums[i], rows, &x.scales[0], out);
         }
     }
 }
@@ -93,10 +98,11 @@ impl<R: Recipe> Products<'_, R> {
 pub(crate) fn multiply<'t, R: Recipe, M: Multiply>(
     m: M,
     weights: &impl Weights,
-    order: Order,
+    order: Order<'_>,
     x: &[Group<'_>],
     tiles: &'t mut Tiles,
 ) -> Products<'t, R> {
+    let v = m.vector();
     let groups = x.len();
     let count = order.panels * groups;
     let (sums, y) = match R::BLOCKED_X {
@@ -110,6 +116,14 @@ pub(crate) fn multiply<'t, R: Recipe, M: Multiply>(
             let mut panel = weights.panel(p).part(first, units);
             if units < order.units {
                 panel = panel.prefetching(order.prefetch);
+            }
+            // The groups' part of the next chunk comes from afar: other cores packed it.
+            let ahead = first + units;
+            if ahead < order.units {
+                let units = order.chunk_units.min(order.units - ahead);
+                prefetch_share::<R, M>(x, ahead..ahead + units, p, order.panels);
+            } else if units < order.units {
+                prefetch_share::<R, M>(order.next, 0..units, p, order.panels);
             }
             if R::BLOCKED_X {
                 let y = &mut y[p * groups..][..groups];
@@ -127,9 +141,9 @@ pub(crate) fn multiply<'t, R: Recipe, M: Multiply>(
                     for g in 0..groups {
                         let tokens = &x[g].scales[block];
                         if block == 0 {
-                            R::scale(&sums[g], &rows, tokens, &mut y[g]);
+                            R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
                         } else {
-                            R::add_block(&sums[g], &rows, tokens, &mut y[g]);
+                            R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
                         }
                     }
                     unit += count;

@@ -8,11 +8,12 @@
 //! are what one scale covers: all of K, or 128 of it.
 
 use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
-use asym_gemm_formats::{bf16, fma, int8};
+use asym_gemm_formats::{bf16, int8};
 use bytemuck::Pod;
 
 use crate::kernels::{Expanded, Group, Multiply, Panel, Products, Span};
 use crate::tile::{Lanes, TOKENS, Tile};
+use crate::vector::{Vector, VectorMath};
 
 /// Largest K whose i8 x i8 sums always fit an i32: K * 128 * 128 < 2^31.
 pub(crate) const MAX_EXACT_K: usize = (i32::MAX / (128 * 128)) as usize;
@@ -46,7 +47,8 @@ pub(crate) trait Recipe {
 
     /// Rounds the elements of h that belong to one slice: up to 128 rows of 16 tokens become the
     /// words of each token, with the scale and the sum of its codes.
-    fn encode_hidden(
+    fn encode_hidden<V: Vector>(
+        v: V,
         h: &[Lanes<f32>],
         words: &mut [Lanes<u32>],
         scales: &mut Lanes<f32>,
@@ -63,10 +65,22 @@ pub(crate) trait Recipe {
     );
 
     /// y = the first block's sums, scaled for each weight row and each token.
-    fn scale(sums: &Tile<Self::Sum>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>);
+    fn scale<V: Vector>(
+        v: V,
+        sums: &Tile<Self::Sum>,
+        rows: &Lanes<f32>,
+        tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    );
 
     /// y += a later block's sums, scaled likewise.
-    fn add_block(sums: &Tile<Self::Sum>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>);
+    fn add_block<V: Vector>(
+        v: V,
+        sums: &Tile<Self::Sum>,
+        rows: &Lanes<f32>,
+        tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    );
 }
 
 /// bf16 weights and activations, f32 sums.
@@ -88,7 +102,8 @@ impl Recipe for Bf16 {
     }
 
     #[inline(always)]
-    fn encode_hidden(
+    fn encode_hidden<V: Vector>(
+        v: V,
         h: &[Lanes<f32>],
         words: &mut [Lanes<u32>],
         _scales: &mut Lanes<f32>,
@@ -96,11 +111,12 @@ impl Recipe for Bf16 {
     ) {
         words.fill([0; TOKENS]);
         for (pair, words) in h.chunks(2).zip(words) {
-            for (i, row) in pair.iter().enumerate() {
-                for (word, &h) in words.iter_mut().zip(row) {
-                    *word |= u32::from(bf16::encode(h)) << (16 * i);
-                }
+            let mut word = v.encode_bf16(v.load(&pair[0]));
+            if let Some(second) = pair.get(1) {
+                let second = v.encode_bf16(v.load(second));
+                word = v.or(word, v.shift_left::<16>(second));
             }
+            v.store_int(word, words);
         }
     }
 
@@ -116,16 +132,27 @@ impl Recipe for Bf16 {
     }
 
     #[inline(always)]
-    fn scale(sums: &Tile<f32>, _rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+    fn scale<V: Vector>(
+        _v: V,
+        sums: &Tile<f32>,
+        _rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
         *y = *sums;
     }
 
     #[inline(always)]
-    fn add_block(sums: &Tile<f32>, _rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
-        for (y, sums) in y.0.iter_mut().zip(&sums.0) {
-            for (y, sum) in y.iter_mut().zip(sums) {
-                *y += sum;
-            }
+    fn add_block<V: Vector>(
+        v: V,
+        sums: &Tile<f32>,
+        _rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
+        for r in 0..PANEL_ROWS {
+            let sum = v.add(v.load(&y.0[r]), v.load(&sums.0[r]));
+            v.store(sum, &mut y.0[r]);
         }
     }
 }
@@ -149,13 +176,14 @@ impl Recipe for Fp8 {
     }
 
     #[inline(always)]
-    fn encode_hidden(
+    fn encode_hidden<V: Vector>(
+        v: V,
         h: &[Lanes<f32>],
         words: &mut [Lanes<u32>],
         scales: &mut Lanes<f32>,
         sums: &mut Lanes<i32>,
     ) {
-        Bf16::encode_hidden(h, words, scales, sums);
+        Bf16::encode_hidden(v, h, words, scales, sums);
     }
 
     #[inline(always)]
@@ -177,20 +205,29 @@ impl Recipe for Fp8 {
     }
 
     #[inline(always)]
-    fn scale(sums: &Tile<f32>, rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+    fn scale<V: Vector>(
+        v: V,
+        sums: &Tile<f32>,
+        rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
         for r in 0..PANEL_ROWS {
-            for t in 0..TOKENS {
-                y.0[r][t] = sums.0[r][t] * rows[r];
-            }
+            v.store(v.mul(v.load(&sums.0[r]), v.splat(rows[r])), &mut y.0[r]);
         }
     }
 
     #[inline(always)]
-    fn add_block(sums: &Tile<f32>, rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
-        for ((y, sums), row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-            for (y, &sum) in y.iter_mut().zip(sums) {
-                *y = fma(sum, *row, *y);
-            }
+    fn add_block<V: Vector>(
+        v: V,
+        sums: &Tile<f32>,
+        rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
+        for r in 0..PANEL_ROWS {
+            let sum = v.fma(v.load(&sums.0[r]), v.splat(rows[r]), v.load(&y.0[r]));
+            v.store(sum, &mut y.0[r]);
         }
     }
 }
@@ -217,49 +254,59 @@ fn quantise(x: &[f32], codes: &mut [i8], scale_of: impl Fn(f32) -> f32) -> (f32,
 
 /// Quantises the up to 128 elements that each of 16 tokens has in a slice, four to a word.
 #[inline(always)]
-fn quantise_hidden(
+fn quantise_hidden<V: Vector>(
+    v: V,
     h: &[Lanes<f32>],
     words: &mut [Lanes<u32>],
     scales: &mut Lanes<f32>,
     sums: &mut Lanes<i32>,
 ) {
-    let mut amax = [0u32; TOKENS];
+    let mut amax = v.splat_int(0);
     for row in h {
-        for (amax, x) in amax.iter_mut().zip(row) {
-            *amax = (*amax).max(x.to_bits() & 0x7fff_ffff);
-        }
+        let magnitude = v.and(v.bits(v.load(row)), v.splat_int(0x7fff_ffff));
+        amax = v.max_int(amax, magnitude);
     }
-    *scales = amax.map(|amax| int8::per_row_scale(f32::from_bits(amax)));
-    let inverse = scales.map(|scale| 1.0 / scale);
-    *sums = [0; TOKENS];
+    let mut largest = [0; TOKENS];
+    v.store_int(amax, &mut largest);
+    *scales = largest.map(|amax| int8::per_row_scale(f32::from_bits(amax)));
+    let inverse = v.div(v.splat(1.0), v.load(scales));
+    let mut sum = v.splat_int(0);
     words.fill([0; TOKENS]);
     for (four, words) in h.chunks(4).zip(words) {
-        for (i, row) in four.iter().enumerate() {
-            for t in 0..TOKENS {
-                let code = i32::from(int8::encode(row[t], inverse[t]));
-                sums[t] += code;
-                words[t] |= (code as u32 & 0xff) << (8 * i);
+        let mut word = v.splat_int(0);
+        // Highest byte first; a short last chunk leaves the bytes above it zero.
+        for i in (0..4).rev() {
+            word = v.shift_left::<8>(word);
+            if let Some(row) = four.get(i) {
+                let code = v.encode_int8(v.load(row), inverse);
+                sum = v.add_int(sum, code);
+                word = v.or(word, v.and(code, v.splat_int(0xff)));
             }
         }
+        v.store_int(word, words);
     }
+    v.store_int(sum, bytemuck::cast_mut(sums));
 }
 
 /// y = sum * (token scale * row scale), or that added to y with one rounding.
 #[inline(always)]
-fn scale_int8<const ADD: bool>(
+fn scale_int8<V: Vector, const ADD: bool>(
+    v: V,
     sums: &Tile<i32>,
     rows: &Lanes<f32>,
     tokens: &Lanes<f32>,
     y: &mut Tile<f32>,
 ) {
+    let tokens = v.load(tokens);
     for r in 0..PANEL_ROWS {
-        for t in 0..TOKENS {
-            let (sum, scale) = (sums.0[r][t] as f32, tokens[t] * rows[r]);
-            y.0[r][t] = match ADD {
-                true => fma(sum, scale, y.0[r][t]),
-                false => sum * scale,
-            };
-        }
+        let sum = v.to_float(v.load_int(&sums.0[r]));
+        let scale = v.mul(tokens, v.splat(rows[r]));
+        let y = &mut y.0[r];
+        let scaled = match ADD {
+            true => v.fma(sum, scale, v.load(y)),
+            false => v.mul(sum, scale),
+        };
+        v.store(scaled, y);
     }
 }
 
@@ -292,13 +339,14 @@ macro_rules! int8_recipe {
             }
 
             #[inline(always)]
-            fn encode_hidden(
+            fn encode_hidden<V: Vector>(
+                v: V,
                 h: &[Lanes<f32>],
                 words: &mut [Lanes<u32>],
                 scales: &mut Lanes<f32>,
                 sums: &mut Lanes<i32>,
             ) {
-                quantise_hidden(h, words, scales, sums);
+                quantise_hidden(v, h, words, scales, sums);
             }
 
             #[inline(always)]
@@ -313,18 +361,25 @@ macro_rules! int8_recipe {
             }
 
             #[inline(always)]
-            fn scale(sums: &Tile<i32>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>) {
-                scale_int8::<false>(sums, rows, tokens, y);
-            }
-
-            #[inline(always)]
-            fn add_block(
+            fn scale<V: Vector>(
+                v: V,
                 sums: &Tile<i32>,
                 rows: &Lanes<f32>,
                 tokens: &Lanes<f32>,
                 y: &mut Tile<f32>,
             ) {
-                scale_int8::<true>(sums, rows, tokens, y);
+                scale_int8::<V, false>(v, sums, rows, tokens, y);
+            }
+
+            #[inline(always)]
+            fn add_block<V: Vector>(
+                v: V,
+                sums: &Tile<i32>,
+                rows: &Lanes<f32>,
+                tokens: &Lanes<f32>,
+                y: &mut Tile<f32>,
+            ) {
+                scale_int8::<V, true>(v, sums, rows, tokens, y);
             }
         }
     };

@@ -314,7 +314,7 @@ impl<'a> Groups<'a> {
 /// Most groups of a pass on any instruction set.
 pub(crate) const MAX_PASS: usize = 8;
 
-/// `count` groups of a pass (the last one repeated to fill the array): those from `first` on of a
+/// The `count` groups of a pass (and nothing in the rest of the array): those from `first` on of a
 /// block that has `tokens` tokens in groups from `block_first` on.
 ///
 /// # Safety
@@ -327,12 +327,13 @@ pub(crate) unsafe fn pass<'g>(
     first: usize,
     count: usize,
 ) -> [Group<'g>; MAX_PASS] {
-    std::array::from_fn(|g| {
-        let group = first + g.min(count - 1);
-        let left = tokens - group * TOKENS;
+    let mut pass = [Group::EMPTY; MAX_PASS];
+    for (g, pass) in pass[..count].iter_mut().enumerate() {
+        let left = tokens - (first + g) * TOKENS;
         // SAFETY: passed on from the caller.
-        unsafe { groups.group(block_first + group, TOKENS.min(left)) }
-    })
+        *pass = unsafe { groups.group(block_first + first + g, TOKENS.min(left)) };
+    }
+    pass
 }
 
 /// Bytes of 16 words.

@@ -79,7 +79,7 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 /// 1.5 * 2^23: adding and subtracting it rounds |x| < 2^22 to an integer, ties to even.
-const ROUND_MAGIC: f32 = 12_582_912.0;
+pub const ROUND_MAGIC: f32 = 12_582_912.0;
 
 /// Rounds to the nearest integer, ties to even. Exact for |x| < 2^22.
 #[inline(always)]

@@ -24,6 +24,7 @@ use asym_gemm_formats::bank::{UNIT_BYTES, UNIT_ROW_BYTES};
 use super::portable::Portable;
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{TOKENS, Tile};
+use crate::vector::{PlainVector, Vector};
 
 /// Most groups of one product.
 const MAX_GROUPS: usize = 3;
@@ -51,6 +52,12 @@ pub(crate) struct TileArgs {
 
 /// What multiplies tiles: the instructions, or their emulation.
 pub(crate) trait TileUnit: Copy {
+    /// Arithmetic on lanes.
+    type Vector: Vector;
+
+    /// A value of it.
+    fn vector(self) -> Self::Vector;
+
     /// i8 products into i32 tiles for `groups` groups.
     ///
     /// # Safety
@@ -101,6 +108,13 @@ impl<U> Tiles<U> {
 }
 
 impl<U: TileUnit> Multiply for Tiles<U> {
+    type Vector = U::Vector;
+
+    #[inline(always)]
+    fn vector(self) -> U::Vector {
+        self.0.vector()
+    }
+
     const LAYOUT: TokenLayout = TokenLayout::Tiles;
     const GROUPS: usize = MAX_GROUPS;
     /// 512 bytes of K: the tiles of three groups are 24 KiB and stay in half a first-level cache.
@@ -196,6 +210,13 @@ impl Emulated {
 }
 
 impl TileUnit for Emulated {
+    type Vector = PlainVector;
+
+    #[inline(always)]
+    fn vector(self) -> PlainVector {
+        PlainVector
+    }
+
     unsafe fn s8(self, args: &TileArgs, groups: usize) {
         let multiply = |out: &mut [Tile<i32>]| {
             let add = |row: usize, w: [u8; 4], token: usize, x: [u8; 4], group: usize| {
@@ -249,6 +270,7 @@ mod instructions {
     use crate::isa::Amx;
     use crate::kernels::{Body, Expanded, Panel, avx512};
     use crate::tile::Tile;
+    use crate::vector::Avx512Vector;
 
     /// Runs `body` compiled for AVX-512 around tile products, with the tiles configured.
     pub(in crate::kernels) fn run<B: Body>(token: Amx, body: B) {
@@ -412,6 +434,13 @@ mod instructions {
     }
 
     impl TileUnit for Amx {
+        type Vector = Avx512Vector;
+
+        #[inline(always)]
+        fn vector(self) -> Avx512Vector {
+            self.into()
+        }
+
         #[inline(always)]
         unsafe fn s8(self, args: &TileArgs, groups: usize) {
             // SAFETY: the token exists and `run`, the only way to a `Tiles<Amx>`, configured the

@@ -31,6 +31,7 @@ use super::by_rows::ByRows;
 use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx2, AvxVnni};
 use crate::tile::{Lanes, Tile};
+use crate::vector::Avx2Vector;
 
 /// 128 bytes of K of one row.
 type UnitRow = [u8; UNIT_ROW_BYTES];
@@ -98,6 +99,13 @@ impl Dot for Avx2 {
         // SAFETY: the token exists, so the features were detected.
         unsafe { transpose(tile, out) }
     }
+
+    type Vector = Avx2Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.into()
+    }
 }
 
 impl Dot for AvxVnni {
@@ -140,6 +148,13 @@ impl Dot for AvxVnni {
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         // SAFETY: the token exists, so the features were detected.
         unsafe { transpose(tile, out) }
+    }
+
+    type Vector = Avx2Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.into()
     }
 }
 

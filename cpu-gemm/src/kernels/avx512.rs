@@ -29,6 +29,7 @@ use super::by_rows::ByRows;
 use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx512Bf16, Avx512Vnni};
 use crate::tile::{Lanes, Tile};
+use crate::vector::Avx512Vector;
 
 /// Accumulators of a block: half of the register file, so that operands fit beside them.
 const ACCUMULATORS: usize = 16;
@@ -82,6 +83,13 @@ impl Dot for Avx512Vnni {
         // SAFETY: the token exists, so the features were detected.
         unsafe { transpose(tile, out) }
     }
+
+    type Vector = Avx512Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.into()
+    }
 }
 
 impl Dot for Avx512Bf16 {
@@ -112,6 +120,13 @@ impl Dot for Avx512Bf16 {
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         // SAFETY: the token exists, so the features were detected.
         unsafe { transpose(tile, out) }
+    }
+
+    type Vector = Avx512Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.into()
     }
 }
 

@@ -111,4 +111,11 @@ impl<D: Dot> Multiply for ByRows<D> {
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         self.0.transpose(tile, out);
     }
+
+    type Vector = D::Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.0.vector()
+    }
 }

@@ -27,9 +27,10 @@ use asym_gemm_formats::WeightFormat;
 use crate::isa::{Amx, Avx2, Avx512Bf16, Avx512Vnni, AvxVnni};
 use crate::isa::{Features, Isa};
 use crate::tile::{Lanes, Tile};
+use crate::vector::Vector;
 use amx::Emulated;
 use by_rows::ByRows;
-pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout};
+pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_share};
 use portable::Portable;
 
 /// Products of 16 weight rows with groups of 16 tokens.
@@ -58,6 +59,12 @@ pub(crate) trait Multiply: Copy {
 
     /// Rows become columns of `out`.
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
+
+    /// Arithmetic on lanes.
+    type Vector: Vector;
+
+    /// A value of it.
+    fn vector(self) -> Self::Vector;
 }
 
 /// Dot products of a panel with `T` (1, 2 or 4) rows of activations.
@@ -83,6 +90,12 @@ pub(crate) trait Dot: Copy {
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         tile.transpose_into(out);
     }
+
+    /// Arithmetic on lanes.
+    type Vector: Vector;
+
+    /// A value of it.
+    fn vector(self) -> Self::Vector;
 }
 
 /// A piece of work that is compiled once for each instruction set. Implement `run` with

@@ -1,7 +1,11 @@
 //! What a product multiplies: panels of weights and groups of tokens.
 
+use std::ops::Range;
+
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
 
+use super::Multiply;
+use crate::recipe::Recipe;
 use crate::tile::{Lanes, TOKENS, Tile};
 
 /// 16 rows of weights, read where they lie.
@@ -203,6 +207,14 @@ pub(crate) struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
+    /// No tokens.
+    pub(crate) const EMPTY: Self = Self {
+        bytes: &[],
+        tokens: 0,
+        scales: &[],
+        sums: &[],
+    };
+
     /// Bytes of K of one token.
     #[inline(always)]
     pub(super) fn row_bytes(&self) -> usize {
@@ -230,3 +242,40 @@ pub(crate) struct Span {
 
 /// Products of one panel with each group of a pass, to be written or added to.
 pub(crate) type Products<'a, T> = &'a mut [Tile<T>];
+
+/// Prefetches part `part` of `parts` of the given weight units' worth of `groups`.
+///
+/// Only for tiles: the rows of other layouts are read as streams, which processors foresee.
+#[inline(always)]
+pub(crate) fn prefetch_share<R: Recipe, M: Multiply>(
+    groups: &[Group<'_>],
+    units: Range<usize>,
+    part: usize,
+    parts: usize,
+) {
+    const LINE: usize = 64;
+    if M::LAYOUT != TokenLayout::Tiles {
+        return;
+    }
+    let lines_of_unit = TOKENS * R::X_UNIT_BYTES / LINE;
+    let lines = units.len() * lines_of_unit;
+    let total = lines * groups.len();
+    for line in part * total / parts..(part + 1) * total / parts {
+        let (group, line) = (&groups[line / lines], line % lines);
+        let offset = (units.start * lines_of_unit + line) * LINE;
+        prefetch(group.bytes.as_ptr().wrapping_add(offset));
+    }
+}
+
+/// Asks for a line in the second-level cache. Never faults, wherever `at` points.
+#[inline(always)]
+fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch accesses no memory that a program could observe.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}

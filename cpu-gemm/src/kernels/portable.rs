@@ -10,6 +10,7 @@ use asym_gemm_formats::e4m3;
 
 use super::{Dot, Expanded, Panel};
 use crate::tile::Lanes;
+use crate::vector::PlainVector;
 
 /// The bf16 code of each e4m3 code.
 const BF16_OF_E4M3: [u16; 256] = {
@@ -27,6 +28,13 @@ const BF16_OF_E4M3: [u16; 256] = {
 pub(crate) struct Portable;
 
 impl Dot for Portable {
+    type Vector = PlainVector;
+
+    #[inline(always)]
+    fn vector(self) -> PlainVector {
+        PlainVector
+    }
+
     #[inline(always)]
     fn s8<const T: usize>(
         self,

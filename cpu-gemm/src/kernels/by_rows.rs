@@ -46,6 +46,12 @@ impl<D: Dot> Multiply for ByRows<D> {
         // The code sums that undo an offset belong to one run.
         assert_eq!(w.run_count(), 1, "int8 sums end with a run");
         for (x, out) in x.iter().zip(out) {
+            if x.tokens == 1 {
+                let row = x.row(0, span.unit, w.units());
+                let [products] = self.0.s8(w, [row], [x.sums[span.block][0]]);
+                one_token(out, products, span, i32::wrapping_add);
+                continue;
+            }
             let mut by_token = Tile([[0u32; PANEL_ROWS]; TOKENS]);
             for_token_blocks!(x.tokens, |first, WIDTH| {
                 let rows: [_; WIDTH] =
@@ -56,19 +62,35 @@ impl<D: Dot> Multiply for ByRows<D> {
                     *row = products.map(|p| p as u32);
                 }
             });
-            let by_row = self.0.transpose(&by_token);
-            store(
-                out,
-                by_row.0.map(|row| row.map(|p| p as i32)),
-                span,
-                |a, b| a.wrapping_add(b),
-            );
+            if span.accumulate {
+                let mut by_row = Tile::default();
+                self.0.transpose(&by_token, &mut by_row);
+                for (out, row) in out.0.iter_mut().zip(&by_row.0) {
+                    for (out, &product) in out.iter_mut().zip(row) {
+                        *out = out.wrapping_add(product as i32);
+                    }
+                }
+            } else {
+                self.0.transpose(&by_token, bytemuck::cast_mut(out));
+            }
         }
     }
 
     #[inline(always)]
     fn bf16(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, f32>) {
         for (x, out) in x.iter().zip(out) {
+            if x.tokens == 1 {
+                let mut sums = [0f32; PANEL_ROWS];
+                for run in 0..w.run_count() {
+                    let row = x.row(0, span.unit + run * w.units(), w.units());
+                    let [products] = self.0.bf16(w.run(run), [row]);
+                    for (sum, product) in sums.iter_mut().zip(products) {
+                        *sum += product;
+                    }
+                }
+                one_token(out, sums, span, |a, b| a + b);
+                continue;
+            }
             let mut by_token = Tile([[0f32; PANEL_ROWS]; TOKENS]);
             for run in 0..w.run_count() {
                 let panel = w.run(run);
@@ -84,8 +106,17 @@ impl<D: Dot> Multiply for ByRows<D> {
                     }
                 });
             }
-            let by_row = self.0.transpose(&by_token.to_words()).to_floats();
-            store(out, by_row.0, span, |a, b| a + b);
+            if span.accumulate {
+                let mut by_row = Tile::<f32>::default();
+                self.0.transpose(by_token.as_words(), by_row.as_words_mut());
+                for (out, row) in out.0.iter_mut().zip(&by_row.0) {
+                    for (out, product) in out.iter_mut().zip(row) {
+                        *out += product;
+                    }
+                }
+            } else {
+                self.0.transpose(by_token.as_words(), out.as_words_mut());
+            }
         }
     }
 
@@ -95,25 +126,26 @@ impl<D: Dot> Multiply for ByRows<D> {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
-        self.0.transpose(tile)
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        self.0.transpose(tile, out);
     }
 }
 
+/// Stores the sums of a group's only token. The other lanes become zero: what they held may be
+/// subnormal as a number, which is slow to compute with.
 #[inline(always)]
-fn store<T: Copy>(
+fn one_token<T: Copy + Default>(
     out: &mut Tile<T>,
-    products: [Lanes<T>; PANEL_ROWS],
+    products: Lanes<T>,
     span: Span,
     add: impl Fn(T, T) -> T,
 ) {
-    if !span.accumulate {
-        out.0 = products;
-        return;
-    }
-    for (out, products) in out.0.iter_mut().zip(products) {
-        for (out, product) in out.iter_mut().zip(products) {
-            *out = add(*out, product);
-        }
+    for (out, product) in out.0.iter_mut().zip(products) {
+        let sum = match span.accumulate {
+            true => add(out[0], product),
+            false => product,
+        };
+        *out = [T::default(); TOKENS];
+        out[0] = sum;
     }
 }

@@ -35,6 +35,8 @@ use crate::vector::Avx2Vector;
 
 /// 128 bytes of K of one row.
 type UnitRow = [u8; UNIT_ROW_BYTES];
+/// The rows of a unit.
+type UnitRows<'a> = [&'a UnitRow; PANEL_ROWS];
 /// The accumulators of a panel.
 type Sums<V, const T: usize> = [[V; T]; PANEL_ROWS];
 
@@ -161,17 +163,37 @@ impl Dot for AvxVnni {
 #[target_feature(enable = "avx2")]
 #[inline]
 fn s8_widened<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<i32>; T] {
-    let x = x.map(|x| units(panel, x));
-    let expand = |unit: usize| {
+    let x = units(panel, x);
+    let mut sums = [[_mm256_setzero_si256(); T]; PANEL_ROWS];
+    for unit in 0..panel.units() {
         let mut wide = [[_mm256_setzero_si256(); T]; UNIT_ROW_BYTES / 16];
         for (step, wide) in wide.iter_mut().enumerate() {
             for t in 0..T {
                 wide[t] = widen(&x[t][unit].as_chunks().0[step]);
             }
         }
-        wide
-    };
-    let multiply = |rows: &[&UnitRow; R], x: &[[__m256i; T]; _], sums: &mut [[__m256i; T]; R]| {
+        add_s8_widened::<R, T>(&rows(panel, unit), &wide, &mut sums);
+    }
+    lanes_i32(&sums)
+}
+
+/// Adds the products of a unit, `R` rows at a time.
+///
+/// Not inlined, nor are its likes: where the compiler sees the sums of all rows as values it
+/// spills them at every step.
+#[target_feature(enable = "avx2")]
+#[inline(never)]
+fn add_s8_widened<const R: usize, const T: usize>(
+    rows: &UnitRows<'_>,
+    x: &[[__m256i; T]; UNIT_ROW_BYTES / 16],
+    sums: &mut Sums<__m256i, T>,
+) {
+    for (rows, sums) in rows
+        .as_chunks::<R>()
+        .0
+        .iter()
+        .zip(sums.as_chunks_mut::<R>().0)
+    {
         let mut acc = *sums;
         for (step, x) in x.iter().enumerate() {
             for (row, acc) in rows.iter().zip(&mut acc) {
@@ -182,9 +204,7 @@ fn s8_widened<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -
             }
         }
         *sums = acc;
-    };
-    let acc = panel_sums(panel, _mm256_setzero_si256(), expand, multiply);
-    lanes_i32(&acc)
+    }
 }
 
 #[target_feature(enable = "avx2,avxvnni")]
@@ -194,20 +214,15 @@ fn s8_vnni<const R: usize, const T: usize>(
     x: [&[u8]; T],
     sums: [i32; T],
 ) -> [Lanes<i32>; T] {
-    let flip = _mm256_set1_epi8(i8::MIN);
-    let x = x.map(|x| units(panel, x));
-    let multiply = |rows: &[&UnitRow; R], &unit: &usize, acc: &mut [[__m256i; T]; R]| {
-        for step in 0..UNIT_ROW_BYTES / 32 {
-            for (row, acc) in rows.iter().zip(&mut *acc) {
-                let w = _mm256_xor_si256(load(&row.as_chunks().0[step]), flip);
-                for t in 0..T {
-                    let x = load(&x[t][unit].as_chunks().0[step]);
-                    acc[t] = _mm256_dpbusd_avx_epi32(acc[t], w, x);
-                }
-            }
+    let x = units(panel, x);
+    let mut acc = [[_mm256_setzero_si256(); T]; PANEL_ROWS];
+    for unit in 0..panel.units() {
+        let mut of_unit = [&[0; UNIT_ROW_BYTES]; T];
+        for t in 0..T {
+            of_unit[t] = &x[t][unit];
         }
-    };
-    let acc = panel_sums(panel, _mm256_setzero_si256(), |unit| unit, multiply);
+        add_s8_vnni::<R, T>(&rows(panel, unit), &of_unit, &mut acc);
+    }
     let mut out = lanes_i32(&acc);
     for (out, sum) in out.iter_mut().zip(sums) {
         for out in out {
@@ -217,60 +232,69 @@ fn s8_vnni<const R: usize, const T: usize>(
     out
 }
 
+/// As [`add_s8_widened`].
+#[target_feature(enable = "avx2,avxvnni")]
+#[inline(never)]
+fn add_s8_vnni<const R: usize, const T: usize>(
+    rows: &UnitRows<'_>,
+    x: &[&UnitRow; T],
+    sums: &mut Sums<__m256i, T>,
+) {
+    let flip = _mm256_set1_epi8(i8::MIN);
+    for (rows, sums) in rows
+        .as_chunks::<R>()
+        .0
+        .iter()
+        .zip(sums.as_chunks_mut::<R>().0)
+    {
+        let mut acc = *sums;
+        for step in 0..UNIT_ROW_BYTES / 32 {
+            for (row, acc) in rows.iter().zip(&mut acc) {
+                let w = _mm256_xor_si256(load(&row.as_chunks().0[step]), flip);
+                for t in 0..T {
+                    let x = load(&x[t].as_chunks().0[step]);
+                    acc[t] = _mm256_dpbusd_avx_epi32(acc[t], w, x);
+                }
+            }
+        }
+        *sums = acc;
+    }
+}
+
+/// The even and the odd elements of 16 bf16, in f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn widen_bf16(pairs: &[u8; 32]) -> [__m256; 2] {
+    let pairs = load(pairs);
+    let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
+    [
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+        _mm256_castsi256_ps(_mm256_and_si256(pairs, upper)),
+    ]
+}
+
 #[target_feature(enable = "avx2,fma")]
 #[inline]
 fn bf16<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
-    let x = x.map(|x| units(panel, x));
-    let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
-    let even = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v));
-    let odd = |v| _mm256_castsi256_ps(_mm256_and_si256(v, upper));
-    let expand = |unit: usize| {
+    let x = units(panel, x);
+    let mut acc = [[[_mm256_setzero_ps(); T]; PANEL_ROWS]; 2];
+    for unit in 0..panel.units() {
         let mut wide = [[[_mm256_setzero_ps(); 2]; T]; UNIT_ROW_BYTES / 32];
         for (step, wide) in wide.iter_mut().enumerate() {
             for t in 0..T {
-                let pairs = load(&x[t][unit].as_chunks().0[step]);
-                wide[t] = [even(pairs), odd(pairs)];
+                wide[t] = widen_bf16(&x[t][unit].as_chunks().0[step]);
             }
         }
-        wide
-    };
-    // acc[r][t][half] are lanes 8 * half.. of an output.
-    let multiply = |rows: &[&UnitRow; R],
-                    x: &[[[__m256; 2]; T]; UNIT_ROW_BYTES / 32],
-                    acc: &mut [[[__m256; 2]; T]; R]| {
-        // One half after the other: R x T accumulators at a time.
-        for half in 0..2 {
-            let mut sums = [[_mm256_setzero_ps(); T]; R];
-            for (sums, acc) in sums.iter_mut().zip(&*acc) {
-                *sums = acc.map(|acc| acc[half]);
-            }
-            for step in [half, half + 2] {
-                for (row, sums) in rows.iter().zip(&mut sums) {
-                    let w = load(&row.as_chunks().0[step]);
-                    let (even, odd) = (even(w), odd(w));
-                    for (sum, [x_even, x_odd]) in sums.iter_mut().zip(&x[step]) {
-                        *sum = _mm256_fmadd_ps(even, *x_even, *sum);
-                        *sum = _mm256_fmadd_ps(odd, *x_odd, *sum);
-                    }
-                }
-            }
-            for (sums, acc) in sums.iter().zip(&mut *acc) {
-                for (sum, acc) in sums.iter().zip(acc) {
-                    acc[half] = *sum;
-                }
-            }
-        }
-    };
-    let acc = panel_sums(panel, [_mm256_setzero_ps(); 2], expand, multiply);
+        add_bf16::<R, T>(&rows(panel, unit), &wide, &mut acc);
+    }
     let add = |a, b| _mm256_add_ps(a, b);
     let mut out = [[0f32; PANEL_ROWS]; T];
     for (t, out) in out.iter_mut().enumerate() {
-        let (out, _) = out.as_chunks_mut::<8>();
-        let (acc, _) = acc.as_chunks::<8>();
-        for (out, acc) in out.iter_mut().zip(acc) {
+        for (i, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let half = |half: usize| {
+                let acc = &acc[half].as_chunks::<8>().0[i];
                 lane_sums(
-                    acc.each_ref().map(|acc| _mm256_castps_si256(acc[t][half])),
+                    acc.each_ref().map(|acc| _mm256_castps_si256(acc[t])),
                     |a, b| _mm256_castps_si256(add(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b))),
                 )
             };
@@ -280,6 +304,33 @@ fn bf16<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lan
         }
     }
     out
+}
+
+/// As [`add_s8_widened`]; `sums[half]` are lanes `8 * half..` of the outputs.
+#[target_feature(enable = "avx2,fma")]
+#[inline(never)]
+fn add_bf16<const R: usize, const T: usize>(
+    rows: &UnitRows<'_>,
+    x: &[[[__m256; 2]; T]; UNIT_ROW_BYTES / 32],
+    sums: &mut [Sums<__m256, T>; 2],
+) {
+    let [low, high] = sums;
+    let (low, high) = (low.as_chunks_mut::<R>().0, high.as_chunks_mut::<R>().0);
+    for (rows, (low, high)) in rows.as_chunks::<R>().0.iter().zip(low.iter_mut().zip(high)) {
+        for (half, sums) in [low, high].into_iter().enumerate() {
+            let mut acc = *sums;
+            for step in [half, half + 2] {
+                for (row, acc) in rows.iter().zip(&mut acc) {
+                    let [even, odd] = widen_bf16(&row.as_chunks().0[step]);
+                    for (sum, [x_even, x_odd]) in acc.iter_mut().zip(&x[step]) {
+                        *sum = _mm256_fmadd_ps(even, *x_even, *sum);
+                        *sum = _mm256_fmadd_ps(odd, *x_odd, *sum);
+                    }
+                }
+            }
+            *sums = acc;
+        }
+    }
 }
 
 /// The bytes of 32 bf16 are found apart. With v = s eeee mmm:
@@ -366,38 +417,25 @@ fn table(bytes: [u8; 16]) -> __m256i {
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
 }
 
-/// The accumulators of all rows and tokens, unit after unit.
-///
-/// `expand(unit)` prepares the activations of a unit, `multiply` adds the products of `R` of its rows
-/// with them to those rows' accumulators.
+/// The rows of a unit, with a prefetch of what lies ahead of each.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn panel_sums<const R: usize, const T: usize, X, V: Copy>(
-    panel: Panel<'_>,
-    zero: V,
-    expand: impl Fn(usize) -> X,
-    multiply: impl Fn(&[&UnitRow; R], &X, &mut [[V; T]; R]),
-) -> Sums<V, T> {
-    const { assert!(PANEL_ROWS.is_multiple_of(R)) };
-    let mut sums = [[zero; T]; PANEL_ROWS];
-    for unit in 0..panel.units() {
-        let x = expand(unit);
-        let (blocks, _) = sums.as_chunks_mut::<R>();
-        for (block, sums) in blocks.iter_mut().enumerate() {
-            let rows = std::array::from_fn(|r| panel.row(unit, block * R + r));
-            for row in rows {
-                prefetch(panel, row);
-            }
-            multiply(&rows, &x, sums);
-        }
+fn rows<'a>(panel: Panel<'a>, unit: usize) -> UnitRows<'a> {
+    let mut rows = [panel.row(unit, 0); PANEL_ROWS];
+    for (r, row) in rows.iter_mut().enumerate() {
+        *row = panel.row(unit, r);
+        prefetch(panel, row);
     }
-    sums
+    rows
 }
 
-/// Prefetches what lies ahead of a row's two cache lines.
+/// Prefetches what lies ahead of a row's two cache lines, if weights come from memory.
 #[target_feature(enable = "avx2")]
 #[inline]
 fn prefetch(panel: Panel<'_>, row: &UnitRow) {
+    if panel.prefetch() == 0 {
+        return;
+    }
     for line in row.iter().step_by(64) {
         // May lie past the end; a prefetch never faults.
         let ahead = (&raw const *line).wrapping_add(panel.prefetch());
@@ -483,14 +521,18 @@ fn half(lanes: &Lanes<u32>, half: usize) -> &[u8; 32] {
     &bytemuck::cast_ref::<_, [[u8; 32]; 2]>(lanes)[half]
 }
 
-/// A row of activations in units.
+/// Rows of activations in units.
 #[inline(always)]
-fn units<'a>(panel: Panel<'_>, x: &'a [u8]) -> &'a [UnitRow] {
-    let (units, rest) = x.as_chunks();
-    assert!(
-        rest.is_empty() && units.len() == panel.units(),
-        "as many units as activations"
-    );
+fn units<'a, const T: usize>(panel: Panel<'_>, x: [&'a [u8]; T]) -> [&'a [UnitRow]; T] {
+    let mut units: [&[UnitRow]; T] = [&[]; T];
+    for (units, x) in units.iter_mut().zip(x) {
+        let (whole, rest) = x.as_chunks();
+        assert!(
+            rest.is_empty() && whole.len() == panel.units(),
+            "as many units as activations"
+        );
+        *units = whole;
+    }
     units
 }
 

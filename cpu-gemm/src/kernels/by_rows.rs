@@ -6,7 +6,7 @@
 use asym_gemm_formats::bank::PANEL_ROWS;
 
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
-use crate::tile::{TOKENS, Tile};
+use crate::tile::{Lanes, TOKENS, Tile};
 
 /// [`Multiply`] by the dot products of `D`.
 #[derive(Clone, Copy)]
@@ -46,6 +46,12 @@ impl<D: Dot> Multiply for ByRows<D> {
         // The code sums that undo an offset belong to one run.
         assert_eq!(w.run_count(), 1, "int8 sums end with a run");
         for (x, out) in x.iter().zip(out) {
+            if x.tokens == 1 {
+                let row = x.row(0, span.unit, w.units());
+                let [products] = self.0.s8(w, [row], [x.sums[span.block][0]]);
+                one_token(out, products, span, i32::wrapping_add);
+                continue;
+            }
             let mut by_token = Tile([[0u32; PANEL_ROWS]; TOKENS]);
             for_token_blocks!(x.tokens, |first, WIDTH| {
                 let rows: [_; WIDTH] =
@@ -73,6 +79,18 @@ impl<D: Dot> Multiply for ByRows<D> {
     #[inline(always)]
     fn bf16(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, f32>) {
         for (x, out) in x.iter().zip(out) {
+            if x.tokens == 1 {
+                let mut sums = [0f32; PANEL_ROWS];
+                for run in 0..w.run_count() {
+                    let row = x.row(0, span.unit + run * w.units(), w.units());
+                    let [products] = self.0.bf16(w.run(run), [row]);
+                    for (sum, product) in sums.iter_mut().zip(products) {
+                        *sum += product;
+                    }
+                }
+                one_token(out, sums, span, |a, b| a + b);
+                continue;
+            }
             let mut by_token = Tile([[0f32; PANEL_ROWS]; TOKENS]);
             for run in 0..w.run_count() {
                 let panel = w.run(run);
@@ -117,5 +135,24 @@ impl<D: Dot> Multiply for ByRows<D> {
     #[inline(always)]
     fn vector(self) -> Self::Vector {
         self.0.vector()
+    }
+}
+
+/// Stores the sums of a group's only token. The other lanes become zero: what they held may be
+/// subnormal as a number, which is slow to compute with.
+#[inline(always)]
+fn one_token<T: Copy + Default>(
+    out: &mut Tile<T>,
+    products: Lanes<T>,
+    span: Span,
+    add: impl Fn(T, T) -> T,
+) {
+    for (out, product) in out.0.iter_mut().zip(products) {
+        let sum = match span.accumulate {
+            true => add(out[0], product),
+            false => product,
+        };
+        *out = [T::default(); TOKENS];
+        out[0] = sum;
     }
 }

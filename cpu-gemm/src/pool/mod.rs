@@ -24,7 +24,7 @@ mod tickets;
 pub use default::{MAX_THREADS, THREADS_VARIABLE, default_workers};
 pub use on_rayon::RayonWorkers;
 pub use spin::SpinPool;
-pub use tickets::Tickets;
+pub use tickets::{Tickets, for_chunks};
 
 use std::any::Any;
 use std::cell::Cell;

@@ -4,7 +4,7 @@
 //! bytes, so a bank needs no alignment (64 bytes is faster).
 
 use asym_gemm_formats::bank::{BankGeometry, GATE_UP_PANELS, PANEL_ROWS, Projection, SLICE};
-use asym_gemm_formats::{WeightFormat, bf16, int8};
+use asym_gemm_formats::{WeightFormat, bf16, e4m3, fp8, int8};
 
 use crate::CpuError;
 use crate::recipe::MAX_EXACT_K;
@@ -75,6 +75,11 @@ impl<'a> ExpertRef<'a> {
         if blocks == 0 {
             return [1.0; PANEL_ROWS];
         }
+        if self.geometry.format == WeightFormat::Fp8Block128 {
+            // Gate and up panels alternate; all of either have their scales in common.
+            let start = self.geometry.gate_up_scales_offset() + (panel % 2 * blocks + block) * 4;
+            return [float(&self.slice(slice)[start..]); PANEL_ROWS];
+        }
         let start = self.geometry.gate_up_scales_offset() + panel * PANEL_ROWS * blocks * 4;
         let bytes = &self.slice(slice)[start..][..PANEL_ROWS * blocks * 4];
         let (values, _) = bytes.as_chunks::<4>();
@@ -102,14 +107,19 @@ impl<'a> ExpertRef<'a> {
         &self.bytes[self.geometry.down_offset() + panel * size..]
     }
 
-    /// The scales of that panel in Block128; ones in other formats.
+    /// The scales of that panel in int8-block128 and fp8; ones in other formats.
     pub(crate) fn down_block_scales(&self, slice: usize, panel: usize) -> Lanes<f32> {
         match self.geometry.format {
             WeightFormat::Int8Block128 => {
                 let start = self.geometry.down_block_scales_offset() + panel * PANEL_ROWS * 4;
                 lanes(&self.slice(slice)[start..])
             }
-            _ => [1.0; PANEL_ROWS],
+            WeightFormat::Fp8Block128 => {
+                let block = panel * PANEL_ROWS / fp8::BLOCK;
+                let start = self.geometry.down_block_scales_offset() + block * 4;
+                [float(&self.slice(slice)[start..]); PANEL_ROWS]
+            }
+            WeightFormat::Bf16 | WeightFormat::Int8PerRow => [1.0; PANEL_ROWS],
         }
     }
 
@@ -129,6 +139,11 @@ impl<'a> ExpertRef<'a> {
         let start = self.geometry.down_bias_offset() + panel * PANEL_ROWS * 4;
         self.geometry.bias.then(|| lanes(&self.bytes[start..]))
     }
+}
+
+/// The f32 at the start of `bytes`.
+fn float(bytes: &[u8]) -> f32 {
+    f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
 /// The 16 f32 at the start of `bytes`.
@@ -161,7 +176,8 @@ fn shape(geometry: &BankGeometry, projection: Projection) -> (usize, usize) {
 /// Rounds or quantises one expert into `out`, exactly `geometry.expert_bytes()` long.
 ///
 /// bf16 rounds to nearest even. int8 takes the scale of `Int8PerRow` over a whole row (of
-/// down, over all of I) and that of `Int8Block128` over 128 columns.
+/// down, over all of I) and that of `Int8Block128` over 128 columns; `Fp8Block128` over 128 rows and
+/// 128 columns.
 ///
 /// # Errors
 /// A zero or too large dimension, another length of `out`, or a bias of another length.
@@ -181,31 +197,44 @@ pub fn pack_expert(
     out.fill(0);
     for projection in PROJECTIONS {
         let (rows, k) = shape(&geometry, projection);
-        let mut values = vec![0f32; k];
-        let mut codes = vec![0i8; k];
+        // Rows that are quantised together.
+        let band = match geometry.format {
+            WeightFormat::Fp8Block128 => fp8::BLOCK.min(rows),
+            _ => 1,
+        };
+        let mut values = vec![0f32; band * k];
+        let mut codes = vec![0u8; band * k];
         let mut scales = vec![0f32; k.div_ceil(int8::BLOCK)];
-        for row in 0..rows {
-            source.row(projection, row, &mut values);
+        for first in (0..rows).step_by(band) {
+            let count = band.min(rows - first);
+            let values = &mut values[..count * k];
+            for (row, values) in values.chunks_mut(k).enumerate() {
+                source.row(projection, first + row, values);
+            }
+            let codes = &mut codes[..count * k];
             match geometry.format {
                 WeightFormat::Bf16 => {
                     for (k, &x) in values.iter().enumerate() {
-                        let at = geometry.element_offset(projection, row, k);
+                        let at = geometry.element_offset(projection, first, k);
                         out[at..at + 2].copy_from_slice(&bf16::encode(x).to_le_bytes());
                     }
                     continue;
                 }
                 WeightFormat::Int8PerRow => {
-                    scales.fill(int8::quantise_per_row(&values, &mut codes));
+                    let codes = bytemuck::cast_slice_mut(codes);
+                    scales.fill(int8::quantise_per_row(values, codes));
                 }
                 WeightFormat::Int8Block128 => {
-                    int8::quantise_blocks(&values, &mut codes, &mut scales);
+                    let codes = bytemuck::cast_slice_mut(codes);
+                    int8::quantise_blocks(values, codes, &mut scales);
                 }
+                WeightFormat::Fp8Block128 => fp8::quantise_band(values, k, codes, &mut scales),
             }
-            for (k, &code) in codes.iter().enumerate() {
-                out[geometry.element_offset(projection, row, k)] = code as u8;
+            for (i, &code) in codes.iter().enumerate() {
+                out[geometry.element_offset(projection, first + i / k, i % k)] = code;
             }
             for (block, scale) in scales.iter().enumerate() {
-                let at = scale_offset(&geometry, projection, row, block);
+                let at = scale_offset(&geometry, projection, first, block);
                 out[at..at + 4].copy_from_slice(&scale.to_le_bytes());
             }
         }
@@ -219,7 +248,7 @@ pub fn pack_expert(
     Ok(())
 }
 
-/// Offset in an int8 expert of the scale of `row` for columns `block * 128..`.
+/// Offset in an int8 or fp8 expert of the scale of `row` for columns `block * 128..`.
 fn scale_offset(
     geometry: &BankGeometry,
     projection: Projection,
@@ -227,6 +256,17 @@ fn scale_offset(
     block: usize,
 ) -> usize {
     match (projection, geometry.format) {
+        (Projection::Gate | Projection::Up, WeightFormat::Fp8Block128) => {
+            let up = usize::from(projection == Projection::Up);
+            row / SLICE * geometry.slice_bytes()
+                + geometry.gate_up_scales_offset()
+                + (up * geometry.hidden_blocks() + block) * 4
+        }
+        (Projection::Down, WeightFormat::Fp8Block128) => {
+            block * geometry.slice_bytes()
+                + geometry.down_block_scales_offset()
+                + row / fp8::BLOCK * 4
+        }
         (Projection::Gate | Projection::Up, format) => {
             let block = match format {
                 WeightFormat::Int8Block128 => block,
@@ -296,23 +336,22 @@ pub fn unpack(geometry: BankGeometry, bytes: &[u8]) -> Result<UnpackedExpert, Cp
         geometry.expert_bytes(),
         bytes.len(),
     )?;
-    let float =
-        |at: usize| f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let float = |at: usize| float(&bytes[at..]);
     let weights = PROJECTIONS.map(|projection| {
         let (rows, k) = shape(&geometry, projection);
         let mut values = Vec::with_capacity(rows * k);
         for row in 0..rows {
             for k in 0..k {
                 let at = geometry.element_offset(projection, row, k);
+                let scale = || float(scale_offset(&geometry, projection, row, k / int8::BLOCK));
                 values.push(match geometry.format {
                     WeightFormat::Bf16 => {
                         bf16::decode(u16::from_le_bytes([bytes[at], bytes[at + 1]]))
                     }
-                    _ => {
-                        let block = k / int8::BLOCK;
-                        let scale = float(scale_offset(&geometry, projection, row, block));
-                        f32::from(bytes[at] as i8) * scale
+                    WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => {
+                        f32::from(bytes[at] as i8) * scale()
                     }
+                    WeightFormat::Fp8Block128 => e4m3::decode(bytes[at]) * scale(),
                 });
             }
         }

@@ -200,6 +200,7 @@ impl Engine {
             WeightFormat::Bf16 => ffn::run::<recipe::Bf16, O>,
             WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow, O>,
             WeightFormat::Int8Block128 => ffn::run::<recipe::Block128, O>,
+            WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8, O>,
         };
         self.workspaces.with(|workspace: &mut Workspace| {
             run(

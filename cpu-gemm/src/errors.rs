@@ -9,7 +9,9 @@ use crate::pool::TaskPanic;
 #[non_exhaustive]
 pub enum CpuError {
     /// `ASYM_GEMM_ISA` names no instruction set of this crate.
-    #[error("ASYM_GEMM_ISA is `{name}`; it must be `avx512` or `portable`, or unset")]
+    #[error(
+        "ASYM_GEMM_ISA is `{name}`; it must be `amx`, `avx512`, `avx2` or `portable`, or unset"
+    )]
     UnknownIsa {
         /// The value found.
         name: String,

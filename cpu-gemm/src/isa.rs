@@ -16,6 +16,8 @@ pub const ISA_VARIABLE: &str = "ASYM_GEMM_ISA";
 pub enum Isa {
     /// Plain Rust, on every processor.
     Portable,
+    /// AVX2 with FMA; the int8 kernels also use AVX-VNNI where it exists.
+    Avx2,
     /// AVX-512 F, BW and VNNI; the bf16 kernels also use BF16 where it exists.
     Avx512,
     /// AMX tiles for int8 and bf16, with the AVX-512 features above around them.
@@ -24,12 +26,13 @@ pub enum Isa {
 
 impl Isa {
     /// All of them, slowest first.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx512, Self::Amx];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// The name used in `ASYM_GEMM_ISA`, in logs and in records.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Amx => "amx",
         }
@@ -50,6 +53,7 @@ impl Isa {
     pub(crate) const fn required(self) -> Features {
         match self {
             Self::Portable => Features::NONE,
+            Self::Avx2 => Features::AVX2,
             Self::Avx512 => Features::AVX512F
                 .and(Features::AVX512BW)
                 .and(Features::AVX512VNNI),
@@ -65,6 +69,7 @@ impl Isa {
     /// Features that the instruction set's kernels use where they exist.
     pub(crate) const fn most(self) -> Features {
         match self {
+            Self::Avx2 => self.required().and(Features::AVXVNNI),
             Self::Avx512 => self.required().and(Features::AVX512BF16),
             _ => self.required(),
         }
@@ -106,8 +111,10 @@ impl Features {
     pub const AMX_INT8: Self = Self(64);
     /// AMX bf16 products.
     pub const AMX_BF16: Self = Self(128);
+    /// AVX-VNNI: u8 x i8 dot products in 256-bit registers, without AVX-512.
+    pub const AVXVNNI: Self = Self(256);
 
-    const NAMES: [(Self, &'static str); 8] = [
+    const NAMES: [(Self, &'static str); 9] = [
         (Self::AVX2, "avx2"),
         (Self::AVX512F, "avx512f"),
         (Self::AVX512BW, "avx512bw"),
@@ -116,6 +123,7 @@ impl Features {
         (Self::AMX_TILE, "amx-tile"),
         (Self::AMX_INT8, "amx-int8"),
         (Self::AMX_BF16, "amx-bf16"),
+        (Self::AVXVNNI, "avxvnni"),
     ];
 
     /// The features of this processor that its operating system supports.
@@ -136,6 +144,7 @@ impl Features {
             add(is_x86_feature_detected!("avx512bw"), Self::AVX512BW);
             add(is_x86_feature_detected!("avx512vnni"), Self::AVX512VNNI);
             add(is_x86_feature_detected!("avx512bf16"), Self::AVX512BF16);
+            add(is_x86_feature_detected!("avxvnni"), Self::AVXVNNI);
             let amx = crate::amx_permission::usable();
             add(amx.tile, Self::AMX_TILE);
             add(amx.int8, Self::AMX_INT8);
@@ -172,6 +181,34 @@ impl Features {
             .map(|(_, name)| *name)
             .collect();
         names.join(", ")
+    }
+}
+
+/// Proof that AVX2 and FMA were detected.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+#[cfg(target_arch = "x86_64")]
+impl Avx2 {
+    /// The token, if `allowed` and this processor both have the features.
+    pub(crate) fn new(allowed: Features) -> Option<Self> {
+        let usable = allowed.common(Features::detect());
+        usable.contains(Isa::Avx2.required()).then_some(Self(()))
+    }
+}
+
+/// Proof that AVX2, FMA and AVX-VNNI were detected.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AvxVnni(());
+
+#[cfg(target_arch = "x86_64")]
+impl AvxVnni {
+    /// The token, if `allowed` and this processor both have the features.
+    pub(crate) fn new(allowed: Features) -> Option<Self> {
+        let usable = allowed.common(Features::detect());
+        usable.contains(Isa::Avx2.most()).then_some(Self(()))
     }
 }
 
@@ -249,8 +286,15 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn no_mask_yields_a_token_beyond_it() {
-        for bits in 0..256 {
+        for bits in 0..512 {
             let mask = Features(bits);
+            if Avx2::new(mask).is_some() {
+                assert!(mask.contains(Isa::Avx2.required()), "{mask:?}");
+            }
+            if AvxVnni::new(mask).is_some() {
+                assert!(Avx2::new(mask).is_some(), "{mask:?}");
+                assert!(mask.contains(Features::AVXVNNI), "{mask:?}");
+            }
             if Avx512Vnni::new(mask).is_some() {
                 assert!(mask.contains(Isa::Avx512.required()), "{mask:?}");
             }

@@ -1,4 +1,4 @@
-//! Expert GEMM and MoE feed-forward on the CPU: AVX-512 and portable kernels.
+//! Expert GEMM and MoE feed-forward on the CPU: AVX-512, AVX2 and portable kernels.
 //!
 //! - [`Engine`] chooses an instruction set and runs expert feed-forwards over a weight bank
 //!   ([`Engine::expert_ffn`]) and grouped GEMMs over plain matrices.

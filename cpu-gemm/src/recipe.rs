@@ -11,7 +11,7 @@ use asym_gemm_formats::bank::{SLICE, UNIT_ROW_BYTES};
 use asym_gemm_formats::{bf16, fma, int8};
 use bytemuck::Pod;
 
-use crate::kernels::{Group, Multiply, Panel, Products, Span};
+use crate::kernels::{Expanded, Group, Multiply, Panel, Products, Span};
 use crate::tile::{Lanes, TOKENS, Tile};
 
 /// Largest K whose i8 x i8 sums always fit an i32: K * 128 * 128 < 2^31.
@@ -27,8 +27,10 @@ pub(crate) trait Recipe {
     const BLOCKED_X: bool;
     /// Whether the slices of h are blocks with scales of their own; else I is one block.
     const BLOCKED_H: bool;
+    /// Bytes of an activation row that meet one unit of weights.
+    const X_UNIT_BYTES: usize = UNIT_ROW_BYTES;
     /// Units of weights in a block of 128.
-    const BLOCK_UNITS: usize = SLICE * size_of::<Self::Code>() / UNIT_ROW_BYTES;
+    const BLOCK_UNITS: usize = SLICE * size_of::<Self::Code>() / Self::X_UNIT_BYTES;
 
     /// Scales (and sums) of an activation row of `k` elements, at least 1.
     fn blocks(k: usize) -> usize {
@@ -115,6 +117,62 @@ impl Recipe for Bf16 {
         for (y, sums) in y.0.iter_mut().zip(&sums.0) {
             for (y, sum) in y.iter_mut().zip(sums) {
                 *y += sum;
+            }
+        }
+    }
+}
+
+/// fp8 weights in blocks of 128 x 128, bf16 activations, f32 sums inside a block.
+///
+/// A unit of weights is one block of K; it becomes two units of bf16, exactly, before it is
+/// multiplied.
+pub(crate) struct Fp8;
+
+impl Recipe for Fp8 {
+    type Code = u16;
+    type Sum = f32;
+    const BLOCKED_X: bool = true;
+    const BLOCKED_H: bool = true;
+    const X_UNIT_BYTES: usize = 2 * UNIT_ROW_BYTES;
+
+    #[inline(always)]
+    fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        Bf16::encode(x, codes, scales, sums);
+    }
+
+    #[inline(always)]
+    fn encode_hidden(
+        h: &[Lanes<f32>],
+        words: &mut [Lanes<u32>],
+        scales: &mut Lanes<f32>,
+        sums: &mut Lanes<i32>,
+    ) {
+        Bf16::encode_hidden(h, words, scales, sums);
+    }
+
+    #[inline(always)]
+    fn multiply<M: Multiply>(
+        m: M,
+        panel: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        sums: Products<'_, f32>,
+    ) {
+        assert_eq!(panel.total_units(), 1, "a block of K is one unit");
+        let mut expanded = Expanded::default();
+        m.expand_e4m3(panel, &mut expanded);
+        let span = Span {
+            unit: 2 * span.unit,
+            ..span
+        };
+        m.bf16(expanded.panel(), x, span, sums);
+    }
+
+    #[inline(always)]
+    fn add_block(sums: &Tile<f32>, rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+        for ((y, sums), row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
+            for (y, &sum) in y.iter_mut().zip(sums) {
+                *y = fma(sum, *row, *y);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Activations: rounded once a call, then gathered into groups of 16 tokens.
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::PANEL_ROWS;
 use asym_gemm_formats::int8::BLOCK;
 use half::bf16;
 
@@ -60,7 +60,7 @@ impl Rows<'_> {
 
 /// Bytes of K elements of `R`, padded to whole units.
 pub(crate) fn row_bytes<R: Recipe>(k: usize) -> usize {
-    (k * size_of::<R::Code>()).next_multiple_of(UNIT_ROW_BYTES)
+    (k * size_of::<R::Code>()).next_multiple_of(R::X_UNIT_BYTES)
 }
 
 /// The rounded rows of one call, which tasks fill and then read.

@@ -21,7 +21,8 @@
 
 use asym_gemm_formats::bank::{UNIT_BYTES, UNIT_ROW_BYTES};
 
-use super::{Group, Multiply, Panel, Products, Span, TokenLayout};
+use super::portable::Portable;
+use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{TOKENS, Tile};
 
 /// Most groups of one product.
@@ -61,6 +62,9 @@ pub(crate) trait TileUnit: Copy {
     /// # Safety
     /// As [`TileUnit::s8`].
     unsafe fn bf16(self, args: &TileArgs, groups: usize);
+
+    /// As [`Multiply::expand_e4m3`].
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
 
     /// Rows become columns.
     fn transpose(self, tile: &Tile<u32>) -> Tile<u32>;
@@ -115,6 +119,11 @@ impl<U: TileUnit> Multiply for Tiles<U> {
         let args = Self::args(w, x, span, out);
         // SAFETY: as in `s8`.
         unsafe { self.0.bf16(&args, x.len()) }
+    }
+
+    #[inline(always)]
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        self.0.expand_e4m3(panel, out);
     }
 
     #[inline(always)]
@@ -219,6 +228,11 @@ impl TileUnit for Emulated {
     }
 
     #[inline(always)]
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        Portable.expand_e4m3(panel, out);
+    }
+
+    #[inline(always)]
     fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
         tile.transposed()
     }
@@ -233,7 +247,7 @@ mod instructions {
 
     use super::{TileArgs, TileUnit, Tiles};
     use crate::isa::Amx;
-    use crate::kernels::{Body, avx512};
+    use crate::kernels::{Body, Expanded, Panel, avx512};
     use crate::tile::Tile;
 
     /// Runs `body` compiled for AVX-512 around tile products, with the tiles configured.
@@ -409,6 +423,12 @@ mod instructions {
         unsafe fn bf16(self, args: &TileArgs, groups: usize) {
             // SAFETY: as in `s8`.
             unsafe { product_of_groups!(args, groups, "tdpbf16ps") }
+        }
+
+        #[inline(always)]
+        fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+            // SAFETY: the token exists, so AVX-512 F and BW were detected.
+            unsafe { avx512::expand_e4m3(panel, out) }
         }
 
         #[inline(always)]

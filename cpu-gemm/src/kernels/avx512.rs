@@ -23,9 +23,10 @@
 use std::arch::x86_64::*;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
+use asym_gemm_formats::e4m3;
 
 use super::by_rows::ByRows;
-use super::{Body, Dot, Panel};
+use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx512Bf16, Avx512Vnni};
 use crate::tile::{Lanes, Tile};
 
@@ -71,6 +72,12 @@ impl Dot for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_e4m3(panel, out) }
+    }
+
+    #[inline(always)]
     fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
         // SAFETY: the token exists, so the features were detected.
         unsafe { transpose(tile) }
@@ -93,6 +100,12 @@ impl Dot for Avx512Bf16 {
     fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe { bf16_dot(panel, x) }
+    }
+
+    #[inline(always)]
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_e4m3(panel, out) }
     }
 
     #[inline(always)]
@@ -142,6 +155,61 @@ fn bf16_dot<const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] 
             as_bf16(x),
         ))
     })
+}
+
+/// 32 codes at a time, as words. A normal value is its code moved up by 4, the exponent's bias added
+/// and the sign in its place. Codes 0 to 7 (subnormal) and 0x7f (NaN) are off by a difference that
+/// a table holds; it never reaches the sign.
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+pub(super) fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
+    /// What the formula lacks, at the code + 1 (mod 128): NaN, then the subnormal codes.
+    const MISSING: [u16; 32] = {
+        let mut table = [0; 32];
+        let mut i = 0;
+        while i < 9 {
+            let code = if i == 0 { 0x7f } else { i - 1 };
+            let formula = (code << 4) + BIAS;
+            table[i as usize] = e4m3::to_bf16(code as u8).wrapping_sub(formula);
+            i += 1;
+        }
+        table
+    };
+    /// 127 - 7 in the exponent's place.
+    const BIAS: u16 = 0x3c00;
+    let word = |w: u16| _mm512_set1_epi16(w as i16);
+    // SAFETY: 64 bytes; the load needs no alignment.
+    let missing = unsafe { _mm512_loadu_si512(MISSING.as_ptr().cast()) };
+    let [first, second] = &mut out.0;
+    for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
+        let row = panel.row(0, r);
+        for line in row.iter().step_by(64) {
+            // May lie past the end; a prefetch never faults.
+            let ahead = (&raw const *line).wrapping_add(panel.prefetch());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+        }
+        let (quarters, _) = row.as_chunks::<32>();
+        let (first, _) = first.as_chunks_mut::<64>();
+        let (second, _) = second.as_chunks_mut::<64>();
+        for (codes, out) in quarters.iter().zip(first.iter_mut().chain(second)) {
+            // SAFETY: 32 bytes; the load needs no alignment.
+            let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
+            // The sign fills the upper half of a word.
+            let v = _mm512_cvtepi8_epi16(codes);
+            let shifted = _mm512_and_si512(_mm512_slli_epi16::<4>(v), word(0x87f0));
+            let next = _mm512_and_si512(_mm512_add_epi16(v, word(1)), word(0x7f));
+            let special = _mm512_cmple_epu16_mask(next, word(8));
+            let normal = _mm512_add_epi16(shifted, word(BIAS));
+            let bf16 = _mm512_mask_add_epi16(
+                normal,
+                special,
+                normal,
+                _mm512_permutexvar_epi16(next, missing),
+            );
+            // SAFETY: `out` is 64 bytes; the store needs no alignment.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), bf16) };
+        }
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]

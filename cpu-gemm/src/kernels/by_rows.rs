@@ -5,7 +5,7 @@
 
 use asym_gemm_formats::bank::PANEL_ROWS;
 
-use super::{Dot, Group, Multiply, Panel, Products, Span, TokenLayout};
+use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{Lanes, TOKENS, Tile};
 
 /// [`Multiply`] by the dot products of `D`.
@@ -87,6 +87,11 @@ impl<D: Dot> Multiply for ByRows<D> {
             let by_row = self.0.transpose(&by_token.to_words()).to_floats();
             store(out, by_row.0, span, |a, b| a + b);
         }
+    }
+
+    #[inline(always)]
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        self.0.expand_e4m3(panel, out);
     }
 
     #[inline(always)]

@@ -14,6 +14,8 @@
 
 pub(crate) mod amx;
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod by_rows;
 mod operands;
@@ -22,12 +24,12 @@ mod portable;
 use asym_gemm_formats::WeightFormat;
 
 #[cfg(target_arch = "x86_64")]
-use crate::isa::{Amx, Avx512Bf16, Avx512Vnni};
+use crate::isa::{Amx, Avx2, Avx512Bf16, Avx512Vnni, AvxVnni};
 use crate::isa::{Features, Isa};
 use crate::tile::{Lanes, Tile};
 use amx::Emulated;
 use by_rows::ByRows;
-pub(crate) use operands::{Group, Panel, Products, Span, TokenLayout};
+pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout};
 use portable::Portable;
 
 /// Products of 16 weight rows with groups of 16 tokens.
@@ -51,6 +53,9 @@ pub(crate) trait Multiply: Copy {
     /// the panel alone, never on the other tokens or on how K was cut into spans.
     fn bf16(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, f32>);
 
+    /// The bf16 values of one unit of e4m3 weights; see [`Dot::expand_e4m3`].
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
+
     /// Rows become columns.
     fn transpose(self, tile: &Tile<u32>) -> Tile<u32>;
 }
@@ -68,6 +73,10 @@ pub(crate) trait Dot: Copy {
     /// f32 sums of bf16 weights and bf16 activations. The order of the additions depends on K
     /// alone, never on `T`.
     fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T];
+
+    /// Writes the bf16 values of the first unit of a panel of e4m3. Every code has its exact value;
+    /// NaN stays NaN of its sign.
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
 
     /// Rows become columns.
     #[inline(always)]
@@ -88,6 +97,12 @@ pub(crate) trait Body {
 pub(crate) enum Kernel {
     /// Plain Rust.
     Portable,
+    /// AVX2 with FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    /// AVX2 with FMA and AVX-VNNI.
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni(AvxVnni),
     /// AVX-512 with VNNI; bf16 is widened to f32 for fused multiply-adds.
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni(Avx512Vnni),
@@ -115,6 +130,12 @@ impl Kernel {
             if let Some(token) = Avx512Vnni::new(allowed) {
                 return Self::Avx512Vnni(token);
             }
+            if let Some(token) = AvxVnni::new(allowed) {
+                return Self::AvxVnni(token);
+            }
+            if let Some(token) = Avx2::new(allowed) {
+                return Self::Avx2(token);
+            }
         }
         let _ = allowed;
         Self::Portable
@@ -123,6 +144,8 @@ impl Kernel {
     pub(crate) fn isa(self) -> Isa {
         match self {
             Self::Portable => Isa::Portable,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) | Self::AvxVnni(_) => Isa::Avx2,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni(_) | Self::Avx512Bf16(_) => Isa::Avx512,
             #[cfg(target_arch = "x86_64")]
@@ -134,18 +157,34 @@ impl Kernel {
     pub(crate) fn name(self, format: WeightFormat) -> &'static str {
         match (self, format) {
             (Self::Portable, WeightFormat::Bf16) => "portable_bf16",
+            (Self::Portable, WeightFormat::Fp8Block128) => "portable_e4m3",
             (Self::Portable, _) => "portable_s8",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Bf16) => "avx2_bf16_fma_2x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Fp8Block128) => "avx2_e4m3_fma_2x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx2(_), _) => "avx2_s8_madd_2x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::AvxVnni(_), _) => "avx2_s8_dot_2x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx512Vnni(_), WeightFormat::Bf16) => "avx512_bf16_fma_4x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Avx512Bf16(_), WeightFormat::Bf16) => "avx512_bf16_dot_4x4",
             #[cfg(target_arch = "x86_64")]
+            (Self::Avx512Vnni(_), WeightFormat::Fp8Block128) => "avx512_e4m3_fma_4x4",
+            #[cfg(target_arch = "x86_64")]
+            (Self::Avx512Bf16(_), WeightFormat::Fp8Block128) => "avx512_e4m3_dot_4x4",
+            #[cfg(target_arch = "x86_64")]
             (Self::Avx512Vnni(_) | Self::Avx512Bf16(_), _) => "avx512_s8_dot_4x4",
             #[cfg(target_arch = "x86_64")]
             (Self::Amx(_), WeightFormat::Bf16) => "amx_bf16_1x3",
             #[cfg(target_arch = "x86_64")]
+            (Self::Amx(_), WeightFormat::Fp8Block128) => "amx_e4m3_1x3",
+            #[cfg(target_arch = "x86_64")]
             (Self::Amx(_), _) => "amx_s8_1x3",
             (Self::EmulatedAmx, WeightFormat::Bf16) => "amx_emulated_bf16_1x3",
+            (Self::EmulatedAmx, WeightFormat::Fp8Block128) => "amx_emulated_e4m3_1x3",
             (Self::EmulatedAmx, _) => "amx_emulated_s8_1x3",
         }
     }
@@ -155,12 +194,137 @@ impl Kernel {
         match self {
             Self::Portable => body.run(ByRows(Portable)),
             #[cfg(target_arch = "x86_64")]
+            Self::Avx2(token) => avx2::run(token, body),
+            #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni(token) => avx2::run_vnni(token, body),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni(token) => avx512::run_vnni(token, body),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16(token) => avx512::run_bf16(token, body),
             #[cfg(target_arch = "x86_64")]
             Self::Amx(token) => amx::run(token, body),
             Self::EmulatedAmx => body.run(amx::Tiles(Emulated)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use asym_gemm_formats::bank::UNIT_BYTES;
+    use asym_gemm_formats::e4m3;
+
+    struct Expand<'a> {
+        unit: &'a [u8],
+        out: &'a mut Expanded,
+    }
+
+    impl Body for Expand<'_> {
+        #[inline(always)]
+        fn run<M: Multiply>(self, m: M) {
+            m.expand_e4m3(Panel::packed(self.unit), self.out);
+        }
+    }
+
+    /// All 256 codes in every column of a unit, on every kernel of the processor.
+    #[test]
+    fn e4m3_expands_to_its_exact_values() {
+        let kernels = Isa::ALL.map(|isa| Kernel::best(isa.most()));
+        let kernels = kernels
+            .into_iter()
+            .chain([Isa::Avx2, Isa::Avx512].map(|isa| Kernel::best(isa.required())));
+        for kernel in kernels.chain([Kernel::EmulatedAmx]) {
+            for shift in 0..=u8::MAX {
+                let unit: [u8; UNIT_BYTES] = std::array::from_fn(|i| (i as u8).wrapping_add(shift));
+                let mut out = Expanded::default();
+                kernel.run(Expand {
+                    unit: &unit,
+                    out: &mut out,
+                });
+                for (i, &code) in unit.iter().enumerate() {
+                    let (row, k) = (i / 128, i % 128);
+                    let bytes = &out.0[k / 64][row][k % 64 * 2..][..2];
+                    assert_eq!(
+                        u16::from_le_bytes([bytes[0], bytes[1]]),
+                        e4m3::to_bf16(code),
+                        "{code:#04x} at row {row}, column {k} on {kernel:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Which kernels each kind of processor gets; the table is restricted to what this processor
+    /// offers.
+    #[test]
+    fn a_mask_selects_no_more_than_it_names() {
+        let avx_vnni = Features::AVX2.and(Features::AVXVNNI);
+        let bw = Features::AVX2
+            .and(Features::AVX512F)
+            .and(Features::AVX512BW);
+        let vnni = bw.and(Features::AVX512VNNI);
+        let bf16 = vnni.and(Features::AVX512BF16);
+        let tiles = bf16.and(Features::AMX_TILE);
+        let amx = tiles.and(Features::AMX_INT8).and(Features::AMX_BF16);
+        for (mask, [int8, wide, e4m3]) in [
+            (
+                Features::NONE,
+                ["portable_s8", "portable_bf16", "portable_e4m3"],
+            ),
+            (
+                Features::AVXVNNI,
+                ["portable_s8", "portable_bf16", "portable_e4m3"],
+            ),
+            (
+                Features::AVX2,
+                ["avx2_s8_madd_2x4", "avx2_bf16_fma_2x4", "avx2_e4m3_fma_2x4"],
+            ),
+            (
+                avx_vnni,
+                ["avx2_s8_dot_2x4", "avx2_bf16_fma_2x4", "avx2_e4m3_fma_2x4"],
+            ),
+            (
+                bw,
+                ["avx2_s8_madd_2x4", "avx2_bf16_fma_2x4", "avx2_e4m3_fma_2x4"],
+            ),
+            (
+                bw.and(Features::AVX512BF16),
+                ["avx2_s8_madd_2x4", "avx2_bf16_fma_2x4", "avx2_e4m3_fma_2x4"],
+            ),
+            (
+                vnni,
+                [
+                    "avx512_s8_dot_4x4",
+                    "avx512_bf16_fma_4x4",
+                    "avx512_e4m3_fma_4x4",
+                ],
+            ),
+            (
+                bf16,
+                [
+                    "avx512_s8_dot_4x4",
+                    "avx512_bf16_dot_4x4",
+                    "avx512_e4m3_dot_4x4",
+                ],
+            ),
+            (
+                tiles,
+                [
+                    "avx512_s8_dot_4x4",
+                    "avx512_bf16_dot_4x4",
+                    "avx512_e4m3_dot_4x4",
+                ],
+            ),
+            (amx, ["amx_s8_1x3", "amx_bf16_1x3", "amx_e4m3_1x3"]),
+        ] {
+            if !Features::detect().contains(mask) {
+                println!("skipped on this processor: {mask:?}");
+                continue;
+            }
+            let kernel = Kernel::best(mask);
+            assert_eq!(kernel.name(WeightFormat::Int8PerRow), int8, "{mask:?}");
+            assert_eq!(kernel.name(WeightFormat::Bf16), wide, "{mask:?}");
+            assert_eq!(kernel.name(WeightFormat::Fp8Block128), e4m3, "{mask:?}");
         }
     }
 }

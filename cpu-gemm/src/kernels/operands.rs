@@ -160,6 +160,25 @@ impl<'a> Panel<'a> {
     }
 }
 
+/// The bf16 values of one unit of e4m3 weights: the two units of 16 rows x 64 that they make.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Expanded(pub(super) [[[u8; UNIT_ROW_BYTES]; PANEL_ROWS]; 2]);
+
+impl Default for Expanded {
+    fn default() -> Self {
+        Self([[[0; UNIT_ROW_BYTES]; PANEL_ROWS]; 2])
+    }
+}
+
+impl Expanded {
+    /// As a panel of bf16.
+    #[inline(always)]
+    pub(crate) fn panel(&self) -> Panel<'_> {
+        Panel::packed(self.0.as_flattened().as_flattened()).prefetching(0)
+    }
+}
+
 /// How a kernel wants the activations of a group of 16 tokens, as 4-byte words along K (four int8
 /// or two bf16).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

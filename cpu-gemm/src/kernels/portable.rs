@@ -3,12 +3,24 @@
 //! The bf16 sums keep 16 lanes, lane i adding the products of elements 2i and 2i+1 of each
 //! 32, and end in the tree of [`reduce`]: the grouping that 512-bit registers give. A
 //! product of two bf16 is exact in f32 (unless it under- or overflows), so this equals the
-//! AVX-512 kernel of fused multiply-adds.
+//! AVX2 and AVX-512 kernels of fused multiply-adds.
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
+use asym_gemm_formats::e4m3;
 
-use super::{Dot, Panel};
+use super::{Dot, Expanded, Panel};
 use crate::tile::Lanes;
+
+/// The bf16 code of each e4m3 code.
+const BF16_OF_E4M3: [u16; 256] = {
+    let mut table = [0; 256];
+    let mut code = 0;
+    while code < 256 {
+        table[code] = e4m3::to_bf16(code as u8);
+        code += 1;
+    }
+    table
+};
 
 /// The dot products of this module.
 #[derive(Clone, Copy)]
@@ -27,9 +39,12 @@ impl Dot for Portable {
             let (x, _) = x.as_chunks::<UNIT_ROW_BYTES>();
             assert_eq!(panel.units(), x.len(), "as many units as activations");
             for (unit, x) in x.iter().enumerate() {
+                // Widened to i16 first: sums of such products become `pmaddwd` and its like.
+                let x = x.map(|x| i16::from(x as i8));
                 for (r, acc) in acc.iter_mut().enumerate() {
-                    for (&w, &x) in panel.row(unit, r).iter().zip(x) {
-                        *acc += i32::from(w as i8) * i32::from(x as i8);
+                    let row = panel.row(unit, r).map(|w| i16::from(w as i8));
+                    for (&w, &x) in row.iter().zip(&x) {
+                        *acc += i32::from(w) * i32::from(x);
                     }
                 }
             }
@@ -54,6 +69,18 @@ impl Dot for Portable {
             }
             acc.map(reduce)
         })
+    }
+
+    #[inline(always)]
+    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        let [first, second] = &mut out.0;
+        for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
+            let (first, _) = first.as_chunks_mut::<2>();
+            let (second, _) = second.as_chunks_mut::<2>();
+            for (out, &code) in first.iter_mut().chain(second).zip(panel.row(0, r)) {
+                *out = BF16_OF_E4M3[usize::from(code)].to_le_bytes();
+            }
+        }
     }
 }
 

@@ -104,7 +104,7 @@ fn isa_reason(engine: &Engine, forced: bool) -> String {
         return format!("forced by {ISA_VARIABLE}");
     }
     match engine.isa() {
-        Isa::Portable => "the CPU or the system lacks AVX-512 with VNNI and BF16".into(),
+        Isa::Portable => "the CPU or the system lacks AVX2 with FMA".into(),
         isa => format!(
             "best of what CPU and system grant: {}",
             names(&Engine::available(), isa)

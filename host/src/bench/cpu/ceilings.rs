@@ -82,7 +82,7 @@ impl Ceilings {
 fn precision_of(format: WeightFormat) -> Precision {
     match format {
         WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => Precision::Int8,
-        WeightFormat::Bf16 => Precision::Bf16,
+        WeightFormat::Bf16 | WeightFormat::Fp8Block128 => Precision::Bf16,
     }
 }
 

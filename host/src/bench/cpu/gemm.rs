@@ -16,10 +16,44 @@ use super::{BenchError, Workload};
 /// Elements of D that are checked.
 const SAMPLES: usize = 64;
 
+/// What the engine multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Operands {
+    Bf16,
+    Int8(Int8Scaling),
+}
+
+impl Operands {
+    /// `None` where the engine has no grouped GEMM for the format.
+    fn of(format: WeightFormat) -> Option<Self> {
+        match format {
+            WeightFormat::Bf16 => Some(Self::Bf16),
+            WeightFormat::Int8PerRow => Some(Self::Int8(Int8Scaling::PerRow)),
+            WeightFormat::Int8Block128 => Some(Self::Int8(Int8Scaling::Block128)),
+            WeightFormat::Fp8Block128 => None,
+        }
+    }
+
+    fn element_bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::Int8(_) => 1,
+        }
+    }
+
+    /// Scales of a row of K elements.
+    fn blocks(self, k: usize) -> usize {
+        match self {
+            Self::Bf16 => 0,
+            Self::Int8(scaling) => scaling.blocks(k),
+        }
+    }
+}
+
 /// Copies of the weight matrices, A for the most rows, and D.
 pub(super) struct GemmData<'a> {
     shape: GemmShape,
-    format: WeightFormat,
+    operands: Operands,
     /// Copies of the weights, one after the other.
     weights: &'a [u8],
     copies: usize,
@@ -40,23 +74,22 @@ impl<'a> GemmData<'a> {
         weights: &'a mut [u8],
     ) -> Result<Self, BenchError> {
         let GemmShape { experts, n, k } = shape;
-        let (pattern, copy_bytes) = match format {
-            WeightFormat::Bf16 => (Pattern::Bf16, PackedRef::<bf16>::bytes([experts, n, k])?),
-            WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => {
-                (Pattern::Int8, PackedRef::<i8>::bytes([experts, n, k])?)
-            }
+        let operands = Operands::of(format).ok_or(BenchError::NoGemm { format })?;
+        let (pattern, copy_bytes) = match operands {
+            Operands::Bf16 => (Pattern::Bf16, PackedRef::<bf16>::bytes([experts, n, k])?),
+            Operands::Int8(_) => (Pattern::Int8, PackedRef::<i8>::bytes([experts, n, k])?),
         };
         let copies = weights.len() / copy_bytes;
         let weights = &mut weights[..copies * copy_bytes];
         fill(workers, weights, pattern, 1)?;
-        let mut a = vec![0; experts * rows * k * format.element_bytes()];
+        let mut a = vec![0; experts * rows * k * operands.element_bytes()];
         fill(workers, &mut a, pattern, 2)?;
-        let blocks = scaling(format).map_or(0, |scaling| scaling.blocks(k));
+        let blocks = operands.blocks(k);
         let mut random = Random::new(3);
         let mut scales = |count| (0..count).map(|_| 0.01 + 0.001 * random.unit()).collect();
         Ok(Self {
             shape,
-            format,
+            operands,
             weights,
             copies,
             weight_scales: scales(copies * experts * n * blocks),
@@ -80,7 +113,7 @@ impl<'a> GemmData<'a> {
 
     /// Element (row, k) of matrix `group` of all copies, as the kernels multiply it.
     fn weight(&self, group: usize, row: usize, k: usize) -> f64 {
-        let element = self.format.element_bytes();
+        let element = self.operands.element_bytes();
         let units = (self.shape.k * element).div_ceil(UNIT_ROW_BYTES);
         let panel = group * self.shape.n.div_ceil(PANEL_ROWS) + row / PANEL_ROWS;
         let byte = k * element;
@@ -92,19 +125,17 @@ impl<'a> GemmData<'a> {
 
     /// The number at the start of `bytes`.
     fn code(&self, bytes: &[u8]) -> f64 {
-        match self.format {
-            WeightFormat::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f64(),
-            WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => {
-                f64::from(bytes[0].cast_signed())
-            }
+        match self.operands {
+            Operands::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f64(),
+            Operands::Int8(_) => f64::from(bytes[0].cast_signed()),
         }
     }
 
     /// Element (row of A, n) of D in f64, and the sum of the absolute products.
     fn expected(&self, row: usize, group: usize, n: usize) -> (f64, f64) {
         let GemmShape { n: rows, k, .. } = self.shape;
-        let element = self.format.element_bytes();
-        let blocks = scaling(self.format).map_or(0, |scaling| scaling.blocks(k));
+        let element = self.operands.element_bytes();
+        let blocks = self.operands.blocks(k);
         let block_k = if blocks > 1 { int8::BLOCK } else { k };
         let scale = |block: usize| match blocks {
             0 => 1.0,
@@ -123,14 +154,6 @@ impl<'a> GemmData<'a> {
     }
 }
 
-fn scaling(format: WeightFormat) -> Option<Int8Scaling> {
-    match format {
-        WeightFormat::Bf16 => None,
-        WeightFormat::Int8PerRow => Some(Int8Scaling::PerRow),
-        WeightFormat::Int8Block128 => Some(Int8Scaling::Block128),
-    }
-}
-
 impl Workload for GemmData<'_> {
     fn call(&mut self, engine: &Engine, size: usize, call: usize) -> Result<(), CpuError> {
         let GemmShape { experts, n, k } = self.shape;
@@ -142,13 +165,13 @@ impl Workload for GemmData<'_> {
             d.fill(bf16::NAN);
         }
         let d = MatrixMut::new(d, rows, n, n)?;
-        match scaling(self.format) {
-            None => {
+        match self.operands {
+            Operands::Bf16 => {
                 let a = MatrixRef::new(bytemuck::cast_slice(&self.a), rows, k, k)?;
                 let b = PackedRef::<bf16>::new(self.weights, shape)?;
                 engine.grouped_gemm_bf16(a, b, &groups, d)
             }
-            Some(scaling) => {
+            Operands::Int8(scaling) => {
                 let blocks = scaling.blocks(k);
                 let codes = MatrixRef::new(bytemuck::cast_slice(&self.a), rows, k, k)?;
                 let scales = MatrixRef::new(&self.a_scales, rows, blocks, blocks)?;

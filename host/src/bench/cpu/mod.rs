@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use asym_gemm_cpu::probe::median;
 use asym_gemm_cpu::{CpuError, Engine, HugeBuffer};
+use asym_gemm_formats::WeightFormat;
 
 use super::Machine;
 use crate::system::{Memory, MemoryShort};
@@ -35,6 +36,12 @@ pub enum BenchError {
     /// A kernel or the workers refused.
     #[error(transparent)]
     Cpu(#[from] CpuError),
+    /// A block of a GEMM that the engine does not have.
+    #[error("there is no grouped GEMM for {format} weights")]
+    NoGemm {
+        /// The format.
+        format: WeightFormat,
+    },
     /// There is not even memory for the smallest block of the plan.
     #[error(transparent)]
     Memory(#[from] MemoryShort),

@@ -38,9 +38,15 @@ const WIDE_LAYER: LayerShape = LayerShape {
     top_k: 8,
 };
 
-const FORMATS: [WeightFormat; 3] = [
+const GEMM_FORMATS: [WeightFormat; 3] = [
     WeightFormat::Int8PerRow,
     WeightFormat::Int8Block128,
+    WeightFormat::Bf16,
+];
+const LAYER_FORMATS: [WeightFormat; 4] = [
+    WeightFormat::Int8PerRow,
+    WeightFormat::Int8Block128,
+    WeightFormat::Fp8Block128,
     WeightFormat::Bf16,
 ];
 
@@ -75,10 +81,10 @@ impl Plan {
         let layers = [NARROW_LAYER, WIDE_LAYER];
         let gemms = gemms
             .iter()
-            .flat_map(|&s| FORMATS.map(|f| gemm(s, f, &rows)));
+            .flat_map(|&s| GEMM_FORMATS.map(|f| gemm(s, f, &rows)));
         let layers = layers
             .iter()
-            .flat_map(|&s| FORMATS.map(|f| layer(s, f, &tokens)));
+            .flat_map(|&s| LAYER_FORMATS.map(|f| layer(s, f, &tokens)));
         Self {
             blocks: gemms.chain(layers).collect(),
             weight_bytes: WEIGHT_BYTES,
@@ -99,6 +105,7 @@ impl Plan {
                 gemm(GEMM, WeightFormat::Int8PerRow, &rows),
                 gemm(GEMM, WeightFormat::Bf16, &rows),
                 layer(NARROW_LAYER, WeightFormat::Int8PerRow, &tokens),
+                layer(NARROW_LAYER, WeightFormat::Fp8Block128, &tokens),
                 layer(NARROW_LAYER, WeightFormat::Bf16, &tokens),
             ],
             case_time: Duration::from_millis(400),
@@ -178,8 +185,9 @@ mod tests {
     #[test]
     fn the_full_plan_has_every_shape_in_every_format() {
         let plan = Plan::full();
-        assert_eq!(plan.blocks.len(), 5 * FORMATS.len());
-        assert_eq!(plan.sizes(), FORMATS.len() * (3 * 10 + 2 * 5));
+        let (gemms, layers) = (3 * GEMM_FORMATS.len(), 2 * LAYER_FORMATS.len());
+        assert_eq!(plan.blocks.len(), gemms + layers);
+        assert_eq!(plan.sizes(), 10 * gemms + 5 * layers);
         let quick = Plan::quick();
         assert!(quick.blocks.iter().all(|block| {
             let mut shapes = plan.blocks.iter();

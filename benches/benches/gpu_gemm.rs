@@ -82,7 +82,7 @@ impl Data {
         let blocks = match format {
             WeightFormat::Bf16 => 0,
             WeightFormat::Int8PerRow => 1,
-            WeightFormat::Int8Block128 => K.div_ceil(int8::BLOCK),
+            WeightFormat::Int8Block128 | WeightFormat::Fp8Block128 => K.div_ceil(int8::BLOCK),
         };
         // One expert's values repeat for the others: the bytes still all cross the link.
         let codes = int8_codes(3, N * K);

@@ -69,6 +69,8 @@ enum FormatArgument {
     /// int8 with a scale for each row and 128 columns.
     #[value(name = "int8-block128")]
     Int8Block128,
+    /// fp8 (e4m3) with a scale for each 128 rows and 128 columns; CPU only.
+    Fp8,
 }
 
 impl From<FormatArgument> for WeightFormat {
@@ -77,6 +79,7 @@ impl From<FormatArgument> for WeightFormat {
             FormatArgument::Bf16 => Self::Bf16,
             FormatArgument::Int8 => Self::Int8PerRow,
             FormatArgument::Int8Block128 => Self::Int8Block128,
+            FormatArgument::Fp8 => Self::Fp8Block128,
         }
     }
 }
@@ -84,7 +87,7 @@ impl From<FormatArgument> for WeightFormat {
 /// `--backend`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum BackendArgument {
-    /// Both if there is a GPU with kernels for it, otherwise the CPU.
+    /// Both if there is a GPU with kernels for it and for the format, otherwise the CPU.
     Auto,
     /// The CPU only.
     Cpu,

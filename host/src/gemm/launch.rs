@@ -104,7 +104,9 @@ fn encode(gpu: &Gpu, desc: &TensorMapDesc<'_>) -> Result<TensorMap, GemmError> {
 fn element(format: WeightFormat) -> TensorElement {
     match format {
         WeightFormat::Bf16 => TensorElement::Bf16,
-        WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => TensorElement::U8,
+        WeightFormat::Int8PerRow | WeightFormat::Int8Block128 | WeightFormat::Fp8Block128 => {
+            TensorElement::U8
+        }
     }
 }
 

@@ -215,6 +215,12 @@ impl<'a> Weights<'a> {
             WeightFormat::Bf16 => None,
             WeightFormat::Int8PerRow => Some(1),
             WeightFormat::Int8Block128 => Some(k.div_ceil(BLOCK)),
+            WeightFormat::Fp8Block128 => {
+                return Err(GemmError::Unsupported {
+                    what,
+                    reason: format!("no GPU kernels for {format}; use bf16 or int8"),
+                });
+            }
         };
         let found = scales.map(|s| (s.rows(), s.columns()));
         if found != blocks.map(|b| (count * n, b)) {

@@ -5,9 +5,11 @@ use asym_gemm::bench::cpu::{self, Plan, Progress, Report};
 use asym_gemm::cpu::Engine;
 use asym_gemm::cpu::pool::SpinPool;
 use indicatif::{ProgressBar, ProgressStyle};
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Write as _;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 #[derive(Debug, clap::Args)]
@@ -34,14 +36,16 @@ pub(super) fn run(
     } else {
         Plan::full()
     };
+    // Now, not after a minute of work.
+    let mut csv = arguments.csv.as_ref().map(create).transpose()?;
     let mut engine = Engine::detect()?;
     if let Some(threads) = threads {
         engine = engine.with_workers(Arc::new(SpinPool::new(threads.get())?));
     }
     let report = with_progress(&plan, &engine)?;
-    if let Some(path) = &arguments.csv {
-        std::fs::write(path, report.csv())
-            .map_err(|error| format!("{}: {error}", path.display()))?;
+    if let Some(file) = &mut csv {
+        file.write_all(report.csv().as_bytes())
+            .map_err(|error| format!("the csv file: {error}"))?;
     }
     if let Some(folder) = &arguments.plot {
         cpu::plot(&report, folder)?;
@@ -62,6 +66,11 @@ pub(super) fn run(
     } else {
         Outcome::Failed
     })
+}
+
+fn create(path: impl AsRef<Path>) -> Result<File, Failure> {
+    let path = path.as_ref();
+    File::create(path).map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
 /// Runs the plan under a bar, which hides itself where standard error is no terminal.

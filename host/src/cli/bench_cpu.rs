@@ -5,9 +5,7 @@ use asym_gemm::bench::cpu::{self, Plan, Progress, Report};
 use asym_gemm::cpu::Engine;
 use asym_gemm::cpu::pool::SpinPool;
 use indicatif::{ProgressBar, ProgressStyle};
-use std::fmt::Write as _;
-use std::fs::File;
-use std::io::Write as _;
+use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,16 +34,17 @@ pub(super) fn run(
     } else {
         Plan::full()
     };
-    // Now, not after a minute of work.
-    let mut csv = arguments.csv.as_ref().map(create).transpose()?;
+    if let Some(path) = &arguments.csv {
+        check(path)?;
+    }
     let mut engine = Engine::detect()?;
     if let Some(threads) = threads {
         engine = engine.with_workers(Arc::new(SpinPool::new(threads.get())?));
     }
     let report = with_progress(&plan, &engine)?;
-    if let Some(file) = &mut csv {
-        file.write_all(report.csv().as_bytes())
-            .map_err(|error| format!("the csv file: {error}"))?;
+    if let Some(path) = &arguments.csv {
+        std::fs::write(path, report.csv())
+            .map_err(|error| format!("{}: {error}", path.display()))?;
     }
     if let Some(folder) = &arguments.plot {
         cpu::plot(&report, folder)?;
@@ -68,9 +67,18 @@ pub(super) fn run(
     })
 }
 
-fn create(path: impl AsRef<Path>) -> Result<File, Failure> {
-    let path = path.as_ref();
-    File::create(path).map_err(|error| format!("{}: {error}", path.display()).into())
+/// Refuses what could not be written, before and not after a minute of work.
+fn check(path: &Path) -> Result<(), Failure> {
+    let refuse = |reason| Err(format!("{}: {reason}", path.display()).into());
+    // A file name alone has the empty path for its folder.
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if folder.is_some_and(|folder| !folder.is_dir()) {
+        return refuse("its folder is not there");
+    }
+    if path.is_dir() {
+        return refuse("is a folder");
+    }
+    Ok(())
 }
 
 /// Runs the plan under a bar, which hides itself where standard error is no terminal.

@@ -147,9 +147,14 @@ fn float(bytes: &[u8]) -> f32 {
 }
 
 /// The 16 f32 at the start of `bytes`.
+#[inline(always)]
 fn lanes(bytes: &[u8]) -> Lanes<f32> {
-    let (values, _) = bytes[..PANEL_ROWS * 4].as_chunks::<4>();
-    std::array::from_fn(|i| f32::from_le_bytes(values[i]))
+    let words: Lanes<u32> = bytemuck::pod_read_unaligned(&bytes[..PANEL_ROWS * 4]);
+    let mut lanes = [0.0; PANEL_ROWS];
+    for (lane, word) in lanes.iter_mut().zip(words) {
+        *lane = f32::from_bits(u32::from_le(word));
+    }
+    lanes
 }
 
 /// Where the weights of one expert come from, in f32.

@@ -29,22 +29,20 @@ use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
 use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
-use crate::gemm::Output;
+use crate::gemm::{Output, store};
 use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span};
 use crate::pool::Workers;
-use crate::product::{self, Panels, Tiles};
+use crate::product::{self, Order, Tiles, Weights};
 use crate::recipe::Recipe;
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
-use crate::tokens::{Encoded, Groups, Rows, row_bytes};
+use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
 use crate::workspace::Workspace;
 
 /// Most tokens of a block: their h and sums stay in the second-level cache.
 const BLOCK_TOKENS: usize = 512;
-/// Most groups of a pass on any instruction set.
-const MAX_PASS: usize = 8;
 /// Pairs of a gate and an up panel in a slice.
 const SLICE_PAIRS: usize = SLICE / PANEL_ROWS;
 /// Tasks a thread should find in a step, so that threads of unequal speed end together.
@@ -224,7 +222,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
         _ => groups * slices * SLICE,
     };
     let h_row_bytes = row_bytes::<R>(geometry.intermediate_padded());
-    let shared = Job::<R, O> {
+    let job = Job::<R, O> {
         call,
         blocks: &blocks,
         division,
@@ -248,11 +246,8 @@ pub(crate) fn run<R: Recipe, O: Output>(
         steps,
         recipe: PhantomData,
     };
-    Region::run(workers, shared.steps.total(), &|region| {
-        kernel.run(Worker {
-            job: &shared,
-            region,
-        });
+    Region::run(workers, job.steps.total(), &|region| {
+        job.work(kernel, region)
     })
 }
 
@@ -372,206 +367,76 @@ thread_local! {
     static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
 }
 
-/// One thread's share of the region.
-struct Worker<'a, R: Recipe, O> {
-    job: &'a Job<'a, R, O>,
-    region: &'a Region,
+/// What a task works with.
+struct Task<'j, 'a, R: Recipe, O> {
+    job: &'j Job<'a, R, O>,
+    /// Number of the task in its step.
+    number: usize,
+    scratch: &'j mut Scratch,
 }
 
-impl<R: Recipe, O: Output> Body for Worker<'_, R, O> {
-    #[inline(always)]
-    fn run<M: Multiply>(self, m: M) {
-        let Self { job, region } = self;
+impl<R: Recipe, O: Output> Job<'_, R, O> {
+    /// One thread's share of the region.
+    fn work(&self, kernel: Kernel, region: &Region) {
         let mut scratch = SCRATCH.take().unwrap_or_default();
         while let Some(task) = region.take() {
-            let (step, task) = job.steps.locate(task);
+            let (step, number) = self.steps.locate(task);
             let ready = match step {
-                Step::Encode => job.encode(task, &mut scratch),
-                Step::Pack => job.pack(m, region, task),
-                Step::GateUp => job.gate_up(m, region, task, &mut scratch),
-                Step::Down => job.down(m, region, task, &mut scratch),
-                Step::Combine => job.combine(region, task, &mut scratch),
+                Step::Encode => true,
+                Step::Pack => region.wait(&self.encoded_all),
+                Step::GateUp => region.wait(&self.block_of_gate_up(number).packed),
+                Step::Down => region.wait(&self.block_of_down(number).hidden),
+                Step::Combine => region.wait(&self.down_all),
             };
             if !ready {
                 break;
             }
+            let task = Task {
+                job: self,
+                number,
+                scratch: &mut scratch,
+            };
+            match step {
+                Step::Encode => kernel.run(Encode(task)),
+                Step::Pack => kernel.run(Pack(task)),
+                Step::GateUp => kernel.run(GateUp(task)),
+                Step::Down => kernel.run(Down(task)),
+                Step::Combine => kernel.run(Sum(task)),
+            }
         }
         SCRATCH.set(Some(scratch));
     }
-}
 
-/// The tasks. Each returns false if what it waits for will never be.
-impl<R: Recipe, O: Output> Job<'_, R, O> {
     fn geometry(&self) -> BankGeometry {
         self.call.bank.geometry()
     }
 
-    /// Rounds some rows of x.
-    #[inline(always)]
-    fn encode(&self, task: usize, scratch: &mut Scratch) -> bool {
-        let rows = self.call.x.len() / self.geometry().hidden;
-        let first = task * self.encode_rows;
-        for row in first..rows.min(first + self.encode_rows) {
-            // SAFETY: each row belongs to one task, and readers wait for `encoded_all`.
-            unsafe {
-                self.encoded
-                    .encode::<R>(self.call.x, row, &mut scratch.wide)
-            };
-        }
-        self.encoded_all.done();
-        true
+    fn block_of_gate_up(&self, number: usize) -> &Block<'_> {
+        &self.blocks[number / (self.division.parts() * self.geometry().slices())]
     }
 
-    /// Gathers one group of x.
-    #[inline(always)]
-    fn pack<M: Multiply>(&self, m: M, region: &Region, task: usize) -> bool {
-        let of_task = |block: &Block<'_>| block.first_group <= task;
-        let block = &self.blocks[self.blocks.partition_point(of_task) - 1];
-        let group = task - block.first_group;
-        let tokens = &block.tokens[group * TOKENS..][..block.group_tokens(group)];
-        if !region.wait(&self.encoded_all) {
-            return false;
-        }
-        // SAFETY: each group belongs to one task, and readers wait for `packed`; all rows are
-        // encoded.
-        unsafe {
-            self.x.pack(m, task, tokens.len(), |t| {
-                self.encoded.row(tokens[t] as usize)
-            });
-        }
-        block.packed.done();
-        true
+    fn block_of_down(&self, number: usize) -> &Block<'_> {
+        &self.blocks[number / self.down_ranges()]
     }
 
-    /// Groups `first..` of `block` that one pass serves.
-    ///
-    /// # Safety
-    /// As [`Groups::group`].
-    #[inline(always)]
-    unsafe fn pass<'g>(
-        groups: &'g Groups<'_>,
-        block: &Block<'_>,
-        first: usize,
-        count: usize,
-    ) -> [Group<'g>; MAX_PASS] {
-        std::array::from_fn(|g| {
-            let group = first + g.min(count - 1);
-            // SAFETY: passed on from the caller.
-            unsafe { groups.group(block.first_group + group, block.group_tokens(group)) }
-        })
+    /// Down tasks of a block.
+    fn down_ranges(&self) -> usize {
+        self.geometry()
+            .down_panels()
+            .div_ceil(self.division.down_panels)
     }
 
-    /// Gate, up and activation for some pairs of panels of a slice; whoever completes the slice
-    /// rounds its h.
-    #[inline(always)]
-    fn gate_up<M: Multiply>(
-        &self,
-        m: M,
-        region: &Region,
-        task: usize,
-        scratch: &mut Scratch,
-    ) -> bool {
-        let geometry = self.geometry();
-        let parts = self.division.parts();
-        let (block_slice, part) = (task / parts, task % parts);
-        let slice = block_slice % geometry.slices();
-        let block = &self.blocks[block_slice / geometry.slices()];
-        if !region.wait(&block.packed) {
-            return false;
-        }
-        let len = geometry.slice_len(slice);
-        let first_pair = part * self.division.pairs;
-        let end_pair = len
-            .div_ceil(PANEL_ROWS)
-            .min(first_pair + self.division.pairs);
-        let passes = block.groups().div_ceil(M::GROUPS);
-        let mut first = 0;
-        while first < block.groups() {
-            let count = M::GROUPS.min(block.groups() - first);
-            // SAFETY: the groups of the block are packed.
-            let x = unsafe { Self::pass(&self.x, block, first, count) };
-            let x = &x[..count];
-            scratch.h.resize(MAX_PASS, [[0.0; TOKENS]; SLICE]);
-            // One pass: a stream of pairs. Several: all panels share each chunk of K.
-            let set = match passes {
-                1 => 1,
-                _ => self.division.pairs,
-            };
-            let mut pair = first_pair;
-            while pair < end_pair {
-                let pairs = set.min(end_pair - pair);
-                product::multiply::<R, M>(
-                    m,
-                    &Panels {
-                        count: 2 * pairs,
-                        units: geometry.hidden_units(),
-                        panel: |p| Panel::packed(block.expert.gate_up_panel(slice, 2 * pair + p)),
-                        scales: |p, k_block| {
-                            block.expert.gate_up_scales(slice, 2 * pair + p, k_block)
-                        },
-                        stride: geometry.hidden_panel_bytes(),
-                        chunk_units: match passes {
-                            1 => usize::MAX,
-                            _ => M::CHUNK_UNITS,
-                        },
-                    },
-                    x,
-                    &mut scratch.tiles,
-                );
-                for p in 0..pairs {
-                    let gate_bias = block.expert.gate_up_bias(slice, 2 * (pair + p));
-                    let up_bias = block.expert.gate_up_bias(slice, 2 * (pair + p) + 1);
-                    for g in 0..count {
-                        let y = &mut scratch.tiles.y;
-                        let (gate, up) = (2 * p * count + g, (2 * p + 1) * count + g);
-                        add_bias(&mut y[gate], &gate_bias);
-                        add_bias(&mut y[up], &up_bias);
-                        let row = (pair + p) * PANEL_ROWS;
-                        let h = &mut scratch.h[g][row..][..PANEL_ROWS];
-                        activate(self.call.activation, &y[gate], &y[up], h);
-                    }
-                }
-                pair += pairs;
-            }
-            for g in 0..count {
-                let group = block.first_group + first + g;
-                if parts == 1 {
-                    self.round_hidden(m, group, slice, &scratch.h[g][..len], &mut scratch.words);
-                } else {
-                    let rows = first_pair * PANEL_ROWS..len.min(end_pair * PANEL_ROWS);
-                    if !rows.is_empty() {
-                        // SAFETY: these rows of the group belong to this task; the reader waits
-                        // for the slice's latch.
-                        let staged = unsafe {
-                            self.staged
-                                .write(self.staged_row(group, slice) + rows.start, rows.len())
-                        };
-                        staged.copy_from_slice(&scratch.h[g][rows]);
-                    }
-                }
-            }
-            first += count;
-        }
-        if self.slices[block_slice].done() {
-            if parts > 1 {
-                for group in block.first_group..block.first_group + block.groups() {
-                    // SAFETY: all tasks of the slice are done, and this one saw that.
-                    let h = unsafe { self.staged.read(self.staged_row(group, slice), len) };
-                    self.round_hidden(m, group, slice, h, &mut scratch.words);
-                }
-            }
-            block.hidden.done();
-        }
-        true
-    }
-
+    /// Row of `staged` where a slice of a group begins.
     fn staged_row(&self, group: usize, slice: usize) -> usize {
         (group * self.geometry().slices() + slice) * SLICE
     }
 
     /// Rounds h of one group and slice.
+    ///
+    /// # Safety
+    /// The caller completed the slice, and reports it only afterwards.
     #[inline(always)]
-    fn round_hidden<M: Multiply>(
+    unsafe fn round_hidden<M: Multiply>(
         &self,
         m: M,
         group: usize,
@@ -582,71 +447,257 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
         words.resize(SLICE * size_of::<R::Code>() / 4, [0; TOKENS]);
         let (mut scales, mut sums) = ([1.0; TOKENS], [0; TOKENS]);
         R::encode_hidden(h, words, &mut scales, &mut sums);
-        // SAFETY: only the task that completes the slice calls this; readers wait for `hidden`.
+        // SAFETY: nobody else touches the slice, by this function's contract.
         unsafe { self.h.store_slice(m, group, slice, words, scales, sums) };
     }
+}
 
-    /// Some rows of down, over all of I.
+/// Rounds some rows of x.
+struct Encode<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Encode<'_, '_, R, O> {
     #[inline(always)]
-    fn down<M: Multiply>(&self, m: M, region: &Region, task: usize, scratch: &mut Scratch) -> bool {
-        let geometry = self.geometry();
-        let ranges = geometry.down_panels().div_ceil(self.division.down_panels);
-        let block = &self.blocks[task / ranges];
-        let first_panel = task % ranges * self.division.down_panels;
-        let panels = first_panel
-            ..geometry
-                .down_panels()
-                .min(first_panel + self.division.down_panels);
-        if !region.wait(&block.hidden) {
-            return false;
+    fn run<M: Multiply>(self, _m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let rows = job.call.x.len() / job.geometry().hidden;
+        let first = number * job.encode_rows;
+        for row in first..rows.min(first + job.encode_rows) {
+            // SAFETY: each row belongs to one task, and readers wait for `encoded_all`.
+            unsafe {
+                job.encoded.encode::<R>(job.call.x, row, &mut scratch.wide);
+            }
         }
+        job.encoded_all.done();
+    }
+}
+
+/// Gathers one group of x.
+struct Pack<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Pack<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Task { job, number, .. } = self.0;
+        let of_task = |block: &Block<'_>| block.first_group <= number;
+        let block = &job.blocks[job.blocks.partition_point(of_task) - 1];
+        let group = number - block.first_group;
+        let tokens = &block.tokens[group * TOKENS..][..block.group_tokens(group)];
+        // SAFETY: each group belongs to one task, and readers wait for `packed`; all rows are
+        // encoded.
+        unsafe {
+            job.x.pack(m, number, tokens.len(), |t| {
+                job.encoded.row(tokens[t] as usize)
+            });
+        }
+        block.packed.done();
+    }
+}
+
+/// Gate and up panels of a slice from one pair on.
+struct GateUpPanels<'a> {
+    expert: ExpertRef<'a>,
+    slice: usize,
+    first_pair: usize,
+}
+
+impl Weights for GateUpPanels<'_> {
+    #[inline(always)]
+    fn panel(&self, p: usize) -> Panel<'_> {
+        Panel::packed(
+            self.expert
+                .gate_up_panel(self.slice, 2 * self.first_pair + p),
+        )
+    }
+
+    #[inline(always)]
+    fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
+        self.expert
+            .gate_up_scales(self.slice, 2 * self.first_pair + p, block)
+    }
+}
+
+/// Gate, up and activation for some pairs of panels of a slice; whoever completes the slice rounds
+/// its h.
+struct GateUp<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let geometry = job.geometry();
+        let parts = job.division.parts();
+        let (block_slice, part) = (number / parts, number % parts);
+        let slice = block_slice % geometry.slices();
+        let block = job.block_of_gate_up(number);
+        let len = geometry.slice_len(slice);
+        let first_pair = part * job.division.pairs;
+        let end_pair = len
+            .div_ceil(PANEL_ROWS)
+            .min(first_pair + job.division.pairs);
+        let rows = first_pair * PANEL_ROWS..len.min(end_pair * PANEL_ROWS);
+        let passes = block.groups().div_ceil(M::GROUPS);
+        // One pass: a stream of pairs. Several: all panels share each chunk of K.
+        let set = if passes == 1 { 1 } else { job.division.pairs };
+        let Scratch {
+            tiles, h, words, ..
+        } = scratch;
+        h.resize(MAX_PASS, [[0.0; TOKENS]; SLICE]);
+        let mut first = 0;
+        while first < block.groups() {
+            let count = M::GROUPS.min(block.groups() - first);
+            // SAFETY: the groups of the block are packed.
+            let x = unsafe { pass(&job.x, block.first_group, block.tokens.len(), first, count) };
+            let x = &x[..count];
+            let mut pair = first_pair;
+            while pair < end_pair {
+                let pairs = set.min(end_pair - pair);
+                let weights = GateUpPanels {
+                    expert: block.expert,
+                    slice,
+                    first_pair: pair,
+                };
+                let order = Order {
+                    panels: 2 * pairs,
+                    units: geometry.hidden_units(),
+                    chunk_units: if passes == 1 {
+                        usize::MAX
+                    } else {
+                        M::CHUNK_UNITS
+                    },
+                    prefetch: if first == 0 {
+                        geometry.hidden_panel_bytes()
+                    } else {
+                        0
+                    },
+                };
+                let products = product::multiply::<R, M>(m, &weights, order, x, tiles);
+                for p in 0..pairs {
+                    let (gate_rows, up_rows) =
+                        (weights.scales(2 * p, 0), weights.scales(2 * p + 1, 0));
+                    let gate_bias = block.expert.gate_up_bias(slice, 2 * (pair + p));
+                    let up_bias = block.expert.gate_up_bias(slice, 2 * (pair + p) + 1);
+                    for (g, h) in h[..count].iter_mut().enumerate() {
+                        let (mut gate, mut up) = (Tile::default(), Tile::default());
+                        products.scaled(2 * p, g, &x[g], &gate_rows, &mut gate);
+                        products.scaled(2 * p + 1, g, &x[g], &up_rows, &mut up);
+                        add_bias(&mut gate, &gate_bias);
+                        add_bias(&mut up, &up_bias);
+                        let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
+                        activate(job.call.activation, &gate, &up, &mut panels[pair + p]);
+                    }
+                }
+                pair += pairs;
+            }
+            for (g, h) in h[..count].iter().enumerate() {
+                let group = block.first_group + first + g;
+                if parts == 1 {
+                    // SAFETY: this task has all of the slice.
+                    unsafe { job.round_hidden(m, group, slice, &h[..len], words) };
+                } else if !rows.is_empty() {
+                    // SAFETY: these rows of the group belong to this task; the reader waits for
+                    // the slice's latch.
+                    let staged = unsafe {
+                        let start = job.staged_row(group, slice) + rows.start;
+                        job.staged.write(start, rows.len())
+                    };
+                    staged.copy_from_slice(&h[rows.clone()]);
+                }
+            }
+            first += count;
+        }
+        if job.slices[block_slice].done() {
+            if parts > 1 {
+                for group in block.first_group..block.first_group + block.groups() {
+                    // SAFETY: all tasks of the slice are done, and this one saw that.
+                    unsafe {
+                        let h = job.staged.read(job.staged_row(group, slice), len);
+                        job.round_hidden(m, group, slice, h, words);
+                    }
+                }
+            }
+            block.hidden.done();
+        }
+    }
+}
+
+/// Some rows of down, over all of I.
+struct Down<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let geometry = job.geometry();
+        let block = job.block_of_down(number);
+        let first_panel = number % job.down_ranges() * job.division.down_panels;
+        let end_panel = geometry
+            .down_panels()
+            .min(first_panel + job.division.down_panels);
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
             // SAFETY: h of the block is complete.
-            let h = unsafe { Self::pass(&self.h, block, first, count) };
-            for panel in panels.clone() {
-                self.down_panel(m, block, panel, first, &h[..count], &mut scratch.tiles);
+            let h = unsafe { pass(&job.h, block.first_group, block.tokens.len(), first, count) };
+            for panel in first_panel..end_panel {
+                DownPanel {
+                    job,
+                    expert: block.expert,
+                    panel,
+                    h: &h[..count],
+                    first_row: block.start + first * TOKENS,
+                    in_cache: first > 0,
+                }
+                .run(m, &mut scratch.tiles);
             }
             first += count;
         }
-        self.down_all.done();
-        true
+        job.down_all.done();
     }
+}
 
-    /// One panel of down for the groups of one pass, `first` the first of them in the block.
+/// 16 rows of down for the groups of one pass.
+struct DownPanel<'j, 'a, R: Recipe, O> {
+    job: &'j Job<'a, R, O>,
+    expert: ExpertRef<'a>,
+    panel: usize,
+    h: &'j [Group<'j>],
+    /// Row of y of the first token.
+    first_row: usize,
+    /// Whether an earlier pass has read the weights.
+    in_cache: bool,
+}
+
+impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     #[inline(always)]
-    fn down_panel<M: Multiply>(
-        &self,
-        m: M,
-        block: &Block<'_>,
-        panel: usize,
-        first: usize,
-        h: &[Group<'_>],
-        tiles: &mut Tiles,
-    ) {
-        let geometry = self.geometry();
-        let expert = block.expert;
-        tiles.clear(h.len());
+    fn run<M: Multiply>(self, m: M, tiles: &mut Tiles) {
+        let geometry = self.job.geometry();
+        let groups = self.h.len();
+        // Two sets of sums: a slice is scaled while the next one is multiplied.
+        let (sums, y) = tiles.room::<R>(2 * groups, groups);
         if R::BLOCKED_H {
-            for slice in 0..geometry.slices() {
-                let weights = Panel::packed(expert.down_panel(slice, panel))
-                    .prefetching(geometry.down_panel_bytes());
-                let span = Span {
-                    unit: slice * geometry.down_units(),
-                    block: slice,
-                    accumulate: false,
-                };
-                let rows = expert.down_block_scales(slice, panel);
-                let (sums, y) = tiles.of::<R>();
-                R::multiply(m, weights, h, span, &mut sums[..h.len()]);
-                for (g, h) in h.iter().enumerate() {
-                    R::add_block(&sums[g], &rows, &h.scales[slice], &mut y[g]);
+            for slice in 0..=geometry.slices() {
+                if slice < geometry.slices() {
+                    self.multiply_slice(m, slice, &mut sums[slice % 2 * groups..][..groups]);
+                }
+                if let Some(slice) = slice.checked_sub(1) {
+                    self.add_slice(slice, &sums[slice % 2 * groups..][..groups], y);
                 }
             }
         } else {
             let weights = Panel::runs(
-                expert.down_panels_from(panel),
+                self.expert.down_panels_from(self.panel),
                 geometry.down_units(),
                 geometry.slice_bytes(),
                 geometry.slices(),
@@ -656,72 +707,120 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
                 block: 0,
                 accumulate: false,
             };
-            let (sums, y) = tiles.of::<R>();
-            R::multiply(m, weights, h, span, &mut sums[..h.len()]);
-            for (sums, y) in sums.iter().zip(y).take(h.len()) {
-                R::add_block(sums, &[1.0; PANEL_ROWS], &[1.0; TOKENS], y);
+            R::multiply(
+                m,
+                self.prefetching(weights),
+                self.h,
+                span,
+                &mut sums[..groups],
+            );
+            for g in 0..groups {
+                R::scale(&sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
             }
         }
-        let scales = expert.down_row_scales(panel);
-        let bias = expert.down_bias(panel);
-        let column = panel * PANEL_ROWS;
-        let columns = PANEL_ROWS.min(geometry.hidden - column);
-        for (g, y) in tiles.y.iter_mut().enumerate() {
-            if let Some(scales) = &scales {
-                for (row, scale) in y.0.iter_mut().zip(scales) {
-                    for value in row {
-                        *value *= scale;
-                    }
-                }
-            }
-            add_bias(y, &bias);
-            let by_token = m.transpose(&y.to_words()).to_floats();
-            let tokens = block.group_tokens(first + g);
-            for (t, values) in by_token.0[..tokens].iter().enumerate() {
-                let row = block.start + (first + g) * TOKENS + t;
-                // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
-                // columns; readers wait for `down_all`.
-                let out = unsafe { self.y.write(row * geometry.hidden + column, columns) };
-                out.copy_from_slice(&values[..columns]);
+        self.finish(m, y);
+    }
+
+    /// The same panel; the one that follows in its slice is fetched meanwhile.
+    #[inline(always)]
+    fn prefetching<'w>(&self, weights: Panel<'w>) -> Panel<'w> {
+        weights.prefetching(match self.in_cache {
+            true => 0,
+            false => self.job.geometry().down_panel_bytes(),
+        })
+    }
+
+    #[inline(always)]
+    fn multiply_slice<M: Multiply>(&self, m: M, slice: usize, sums: &mut [Tile<R::Sum>]) {
+        let weights = Panel::packed(self.expert.down_panel(slice, self.panel));
+        let span = Span {
+            unit: slice * self.job.geometry().down_units(),
+            block: slice,
+            accumulate: false,
+        };
+        R::multiply(m, self.prefetching(weights), self.h, span, sums);
+    }
+
+    #[inline(always)]
+    fn add_slice(&self, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
+        let rows = self.expert.down_block_scales(slice, self.panel);
+        for g in 0..self.h.len() {
+            let tokens = &self.h[g].scales[slice];
+            if slice == 0 {
+                R::scale(&sums[g], &rows, tokens, &mut y[g]);
+            } else {
+                R::add_block(&sums[g], &rows, tokens, &mut y[g]);
             }
         }
     }
 
-    /// The weighted sums of some columns of some tokens.
+    /// Applies what spans all of I and writes rows of y.
     #[inline(always)]
-    fn combine(&self, region: &Region, task: usize, scratch: &mut Scratch) -> bool {
-        if !region.wait(&self.down_all) {
-            return false;
+    fn finish<M: Multiply>(&self, m: M, y: &mut [Tile<f32>]) {
+        let hidden = self.job.geometry().hidden;
+        let scales = self.expert.down_row_scales(self.panel);
+        let bias = self.expert.down_bias(self.panel);
+        let column = self.panel * PANEL_ROWS;
+        let columns = PANEL_ROWS.min(hidden - column);
+        for g in 0..self.h.len() {
+            if let Some(scales) = &scales {
+                for r in 0..PANEL_ROWS {
+                    for t in 0..TOKENS {
+                        y[g].0[r][t] *= scales[r];
+                    }
+                }
+            }
+            add_bias(&mut y[g], &bias);
+            let mut by_token = Tile::<f32>::default();
+            m.transpose(y[g].as_words(), by_token.as_words_mut());
+            for t in 0..self.h[g].tokens {
+                let row = self.first_row + g * TOKENS + t;
+                // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
+                // columns; readers wait for `down_all`.
+                let out = unsafe { self.job.y.write(row * hidden + column, columns) };
+                store(&by_token.0[t][..columns], out);
+            }
         }
-        let Some(Sums { slots, tasks, out }) = &self.combine else {
-            return true;
+    }
+}
+
+/// The weighted sums of some columns of some tokens.
+struct Sum<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, _m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let Some(Sums { slots, tasks, out }) = &job.combine else {
+            return;
         };
         let parts = Combine {
-            // SAFETY: all of y is written.
-            y: unsafe { self.y.read_all() },
-            hidden: self.geometry().hidden,
+            // SAFETY: all of y is written: the task waited for `down_all`.
+            y: unsafe { job.y.read_all() },
+            hidden: job.geometry().hidden,
             top_k: slots.top_k,
             output_index: slots.output_index,
             weights: slots.weights,
             shared: None,
         };
-        tasks.run(task, &parts, &mut scratch.wide, |start, sums| {
+        tasks.run(number, &parts, &mut scratch.wide, |start, sums| {
             // SAFETY: each task has columns of its own.
             let out = unsafe { out.write(start, sums.len()) };
-            for (out, &sum) in out.iter_mut().zip(sums) {
-                *out = O::from_f32(sum);
-            }
+            store(sums, out);
         });
-        true
     }
 }
 
 #[inline(always)]
 fn add_bias(y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
     if let Some(bias) = bias {
-        for (row, bias) in y.0.iter_mut().zip(bias) {
-            for value in row {
-                *value += bias;
+        for r in 0..PANEL_ROWS {
+            for t in 0..TOKENS {
+                y.0[r][t] += bias[r];
             }
         }
     }
@@ -730,24 +829,27 @@ fn add_bias(y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
 /// The activation of 16 rows of 16 tokens. One loop for each kind, so that each can become vector
 /// code.
 #[inline(always)]
-fn activate(activation: Activation, gate: &Tile<f32>, up: &Tile<f32>, h: &mut [Lanes<f32>]) {
-    #[inline(always)]
-    fn each(
-        gate: &Tile<f32>,
-        up: &Tile<f32>,
-        h: &mut [Lanes<f32>],
-        apply: impl Fn(f32, f32) -> f32,
-    ) {
-        for ((h, gate), up) in h.iter_mut().zip(&gate.0).zip(&up.0) {
-            for t in 0..TOKENS {
-                h[t] = apply(gate[t], up[t]);
+fn activate(
+    activation: Activation,
+    gate: &Tile<f32>,
+    up: &Tile<f32>,
+    h: &mut [Lanes<f32>; PANEL_ROWS],
+) {
+    match activation {
+        Activation::SwiGlu => {
+            for r in 0..PANEL_ROWS {
+                for t in 0..TOKENS {
+                    h[r][t] = Activation::SwiGlu.apply(gate.0[r][t], up.0[r][t]);
+                }
             }
         }
-    }
-    match activation {
-        Activation::SwiGlu => each(gate, up, h, |g, u| Activation::SwiGlu.apply(g, u)),
-        Activation::ClampedSwiGlu { limit, alpha } => each(gate, up, h, |g, u| {
-            Activation::ClampedSwiGlu { limit, alpha }.apply(g, u)
-        }),
+        Activation::ClampedSwiGlu { limit, alpha } => {
+            let activation = Activation::ClampedSwiGlu { limit, alpha };
+            for r in 0..PANEL_ROWS {
+                for t in 0..TOKENS {
+                    h[r][t] = activation.apply(gate.0[r][t], up.0[r][t]);
+                }
+            }
+        }
     }
 }

@@ -11,8 +11,9 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES};
 use half::bf16;
 
 use crate::CpuError;
@@ -21,12 +22,12 @@ use crate::matrix::{
     Bf16Weights, Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef,
 };
 use crate::pool::Workers;
-use crate::product::{self, Panels, Tiles};
+use crate::product::{self, Order, Tiles, Weights};
 use crate::recipe::{self, MAX_EXACT_K, Recipe};
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
-use crate::tile::TOKENS;
-use crate::tokens::{EncodedRow, Groups, row_bytes};
+use crate::tile::{Lanes, TOKENS, Tile};
+use crate::tokens::{EncodedRow, Groups, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
 use crate::workspace::Workspace;
 
@@ -34,8 +35,6 @@ use crate::workspace::Workspace;
 const BLOCK_ROWS: usize = 512;
 /// Most panels of a task.
 const TASK_PANELS: usize = 16;
-/// Most groups of a pass on any instruction set.
-const MAX_PASS: usize = 8;
 /// Tasks that each thread should find.
 const TASKS_A_THREAD: usize = 16;
 
@@ -67,6 +66,24 @@ impl Output for bf16 {
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         Self::from_bits(asym_gemm_formats::bf16::encode(x))
+    }
+}
+
+/// Rounds `values` into `out`, as long.
+#[inline(always)]
+pub(crate) fn store<O: Output>(values: &[f32], out: &mut [O]) {
+    if let (Ok(values), Ok(out)) = (
+        <&Lanes<f32>>::try_from(values),
+        <&mut Lanes<O>>::try_from(&mut *out),
+    ) {
+        // All columns of a panel: one vector.
+        for t in 0..TOKENS {
+            out[t] = O::from_f32(values[t]);
+        }
+        return;
+    }
+    for (out, &value) in out.iter_mut().zip(values) {
+        *out = O::from_f32(value);
     }
 }
 
@@ -241,9 +258,6 @@ fn run<'r, R: Recipe, O: Output>(
     let job = Job::<R, O, _> {
         operands,
         blocks: &blocks,
-        groups: count,
-        task_panels,
-        tasks_a_block,
         x: Groups::new(
             count,
             row_bytes::<R>(shape.k),
@@ -256,7 +270,29 @@ fn run<'r, R: Recipe, O: Output>(
         recipe: PhantomData,
     };
     Region::run(workers, tasks, &|region| {
-        kernel.run(Worker { job: &job, region });
+        let mut scratch = SCRATCH.take().unwrap_or_default();
+        while let Some(task) = region.take() {
+            if task < count {
+                kernel.run(Pack { job: &job, task });
+                continue;
+            }
+            let (block, range) = (
+                (task - count) / tasks_a_block,
+                (task - count) % tasks_a_block,
+            );
+            let block = &blocks[block];
+            if !region.wait(&block.packed) {
+                break;
+            }
+            let first = range * task_panels;
+            kernel.run(Multiplication {
+                job: &job,
+                block,
+                panels: first..panels.min(first + task_panels),
+                scratch: &mut scratch,
+            });
+        }
+        SCRATCH.set(Some(scratch));
     })
 }
 
@@ -264,9 +300,6 @@ fn run<'r, R: Recipe, O: Output>(
 struct Job<'a, 'r, R, O, A> {
     operands: &'a Operands<'r, A>,
     blocks: &'a [Block],
-    groups: usize,
-    task_panels: usize,
-    tasks_a_block: usize,
     x: Groups<'a>,
     shape: Shape,
     d: Shared<'a, O>,
@@ -286,13 +319,13 @@ thread_local! {
     static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
 }
 
-/// One thread's share of the region.
-struct Worker<'a, 'r, R, O, A> {
-    job: &'a Job<'a, 'r, R, O, A>,
-    region: &'a Region,
+/// Gathers 16 rows of A.
+struct Pack<'j, 'a, 'r, R, O, A> {
+    job: &'j Job<'a, 'r, R, O, A>,
+    task: usize,
 }
 
-impl<'r, R, O, A> Body for Worker<'_, 'r, R, O, A>
+impl<'r, R, O, A> Body for Pack<'_, '_, 'r, R, O, A>
 where
     R: Recipe,
     O: Output,
@@ -300,140 +333,152 @@ where
 {
     #[inline(always)]
     fn run<M: Multiply>(self, m: M) {
-        let Self { job, region } = self;
-        let mut scratch = SCRATCH.take().unwrap_or_default();
-        while let Some(task) = region.take() {
-            if task < job.groups {
-                job.pack(m, task);
-            } else if !job.panels(m, region, task - job.groups, &mut scratch) {
-                break;
-            }
-        }
-        SCRATCH.set(Some(scratch));
-    }
-}
-
-impl<'r, R, O, A> Job<'_, 'r, R, O, A>
-where
-    R: Recipe,
-    O: Output,
-    A: Fn(usize) -> EncodedRow<'r> + Sync,
-{
-    /// Gathers 16 rows of A.
-    #[inline(always)]
-    fn pack<M: Multiply>(&self, m: M, task: usize) {
+        let Self { job, task } = self;
         let of_task = |block: &Block| block.first_group <= task;
-        let block = &self.blocks[self.blocks.partition_point(of_task) - 1];
+        let block = &job.blocks[job.blocks.partition_point(of_task) - 1];
         let group = task - block.first_group;
         let first = block.start + group * TOKENS;
         // SAFETY: each group belongs to one task, and readers wait for `packed`.
         unsafe {
-            self.x.pack(m, task, block.group_rows(group), |t| {
-                (self.operands.a)(first + t)
+            job.x.pack(m, task, block.group_rows(group), |t| {
+                (job.operands.a)(first + t)
             });
         }
         block.packed.done();
     }
+}
 
-    /// Some panels of B times the rows of a block.
+/// Some panels of B times the rows of a block.
+struct Multiplication<'j, 'a, 'r, R, O, A> {
+    job: &'j Job<'a, 'r, R, O, A>,
+    block: &'j Block,
+    panels: Range<usize>,
+    scratch: &'j mut Scratch,
+}
+
+/// The panels of a task, where they lie or copied.
+struct TaskPanels<'t> {
+    b: Codes<'t>,
+    scales: Option<WeightsRef<'t, f32>>,
+    copies: &'t [u8],
+    weight: usize,
+    /// First panel of the task.
+    first: usize,
+    /// Rows N of B.
+    n: usize,
+    units: usize,
+}
+
+impl TaskPanels<'_> {
+    /// First row of panel `p`, and how many exist.
     #[inline(always)]
-    fn panels<M: Multiply>(
-        &self,
-        m: M,
-        region: &Region,
-        task: usize,
-        scratch: &mut Scratch,
-    ) -> bool {
-        let Operands { b, scales, .. } = self.operands;
-        let block = &self.blocks[task / self.tasks_a_block];
-        let first_panel = task % self.tasks_a_block * self.task_panels;
-        let panels = self.shape.n.div_ceil(PANEL_ROWS);
-        let count = self.task_panels.min(panels - first_panel);
-        let rows = |p: usize| {
-            let first = (first_panel + p) * PANEL_ROWS;
-            (first, PANEL_ROWS.min(self.shape.n - first))
+    fn rows(&self, p: usize) -> (usize, usize) {
+        let first = (self.first + p) * PANEL_ROWS;
+        (first, PANEL_ROWS.min(self.n - first))
+    }
+}
+
+impl Weights for TaskPanels<'_> {
+    #[inline(always)]
+    fn panel(&self, p: usize) -> Panel<'_> {
+        let (first, rows) = self.rows(p);
+        match self.b.panel(self.weight, first, rows, self.units) {
+            Some(panel) => panel,
+            None => {
+                let panel_bytes = self.units * UNIT_BYTES;
+                Panel::packed(&self.copies[p * panel_bytes..][..panel_bytes])
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
+        let Some(scales) = &self.scales else {
+            return [1.0; PANEL_ROWS];
         };
-        let units = row_bytes::<R>(self.shape.k) / UNIT_ROW_BYTES;
+        let (first, rows) = self.rows(p);
+        let mut lanes = [0.0; PANEL_ROWS];
+        for (r, lane) in lanes[..rows].iter_mut().enumerate() {
+            *lane = scales.row(self.weight, first + r)[block];
+        }
+        lanes
+    }
+}
+
+impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Self {
+            job,
+            block,
+            panels,
+            scratch: Scratch { tiles, copies },
+        } = self;
+        let units = row_bytes::<R>(job.shape.k) / R::X_UNIT_BYTES;
         let panel_bytes = units * UNIT_BYTES;
-        let Scratch { tiles, copies } = scratch;
-        copies.resize(count * panel_bytes, 0);
-        for (p, copy) in copies.chunks_exact_mut(panel_bytes).enumerate() {
-            let (first, rows) = rows(p);
+        let count = panels.len();
+        copies.resize(copies.len().max(count * panel_bytes), 0);
+        let all = |first: usize| {
+            let first = first * PANEL_ROWS;
+            (first, PANEL_ROWS.min(job.shape.n - first))
+        };
+        for (p, copy) in panels.clone().zip(copies.chunks_exact_mut(panel_bytes)) {
+            let (first, rows) = all(p);
+            let b = &job.operands.b;
             if b.panel(block.weight, first, rows, units).is_none() {
                 b.copy_panel(block.weight, first, rows, copy);
             }
-        }
-        if !region.wait(&block.packed) {
-            return false;
         }
         let passes = block.groups().div_ceil(M::GROUPS);
         let set = if passes == 1 { 1 } else { count };
         let mut first = 0;
         while first < block.groups() {
             let groups = M::GROUPS.min(block.groups() - first);
-            let x: [_; MAX_PASS] = std::array::from_fn(|g| {
-                let group = first + g.min(groups - 1);
-                // SAFETY: the groups of the block are packed.
-                unsafe {
-                    self.x
-                        .group(block.first_group + group, block.group_rows(group))
-                }
-            });
-            let mut p = 0;
-            while p < count {
-                let in_set = set.min(count - p);
-                product::multiply::<R, M>(
-                    m,
-                    &Panels {
-                        count: in_set,
-                        units,
-                        panel: |i| {
-                            let (first, rows) = rows(p + i);
-                            let copy = &copies[(p + i) * panel_bytes..][..panel_bytes];
-                            b.panel(block.weight, first, rows, units)
-                                .unwrap_or(Panel::packed(copy))
-                        },
-                        scales: |i, k_block| match scales {
-                            None => [1.0; PANEL_ROWS],
-                            Some(scales) => {
-                                let (first, rows) = rows(p + i);
-                                std::array::from_fn(|r| match r < rows {
-                                    true => scales.row(block.weight, first + r)[k_block],
-                                    false => 0.0,
-                                })
-                            }
-                        },
-                        stride: b.panel_stride(units),
-                        chunk_units: if passes == 1 {
-                            usize::MAX
-                        } else {
-                            M::CHUNK_UNITS
-                        },
+            // SAFETY: the groups of the block are packed.
+            let x = unsafe { pass(&job.x, block.first_group, block.rows, first, groups) };
+            let x = &x[..groups];
+            for start in (0..count).step_by(set) {
+                let weights = TaskPanels {
+                    b: job.operands.b,
+                    scales: job.operands.scales,
+                    copies: &copies[start * panel_bytes..],
+                    weight: block.weight,
+                    first: panels.start + start,
+                    n: job.shape.n,
+                    units,
+                };
+                let order = Order {
+                    panels: set.min(count - start),
+                    units,
+                    chunk_units: if passes == 1 {
+                        usize::MAX
+                    } else {
+                        M::CHUNK_UNITS
                     },
-                    &x[..groups],
-                    tiles,
-                );
-                for i in 0..in_set {
-                    let (column, columns) = rows(p + i);
+                    prefetch: match first {
+                        0 => job.operands.b.panel_stride(units),
+                        _ => 0,
+                    },
+                };
+                let products = product::multiply::<R, M>(m, &weights, order, x, tiles);
+                for p in 0..order.panels {
+                    let scales = weights.scales(p, 0);
+                    let (column, columns) = weights.rows(p);
                     for g in 0..groups {
-                        let y = &tiles.y[i * groups + g];
-                        let by_row = m.transpose(&y.to_words()).to_floats();
-                        let valid = block.group_rows(first + g);
-                        for (t, values) in by_row.0[..valid].iter().enumerate() {
+                        let (mut y, mut by_row) = (Tile::default(), Tile::<f32>::default());
+                        products.scaled(p, g, &x[g], &scales, &mut y);
+                        m.transpose(y.as_words(), by_row.as_words_mut());
+                        for t in 0..x[g].tokens {
                             let row = block.start + (first + g) * TOKENS + t;
                             // SAFETY: groups own their rows (validated disjoint) and tasks of one
                             // block their columns.
-                            let out = unsafe { self.d.write(row * self.stride + column, columns) };
-                            for (out, &value) in out.iter_mut().zip(values) {
-                                *out = O::from_f32(value);
-                            }
+                            let out = unsafe { job.d.write(row * job.stride + column, columns) };
+                            store(&by_row.0[t][..columns], out);
                         }
                     }
                 }
-                p += in_set;
             }
             first += groups;
         }
-        true
     }
 }

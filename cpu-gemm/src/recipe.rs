@@ -7,7 +7,7 @@
 //! the block. For the product with h the blocks are the slices of I, for the one with x they
 //! are what one scale covers: all of K, or 128 of it.
 
-use asym_gemm_formats::bank::{SLICE, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
 use asym_gemm_formats::{bf16, fma, int8};
 use bytemuck::Pod;
 
@@ -62,7 +62,10 @@ pub(crate) trait Recipe {
         sums: Products<'_, Self::Sum>,
     );
 
-    /// y += a block's sums, scaled for each weight row and each token.
+    /// y = the first block's sums, scaled for each weight row and each token.
+    fn scale(sums: &Tile<Self::Sum>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>);
+
+    /// y += a later block's sums, scaled likewise.
     fn add_block(sums: &Tile<Self::Sum>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>);
 }
 
@@ -110,6 +113,11 @@ impl Recipe for Bf16 {
         sums: Products<'_, f32>,
     ) {
         m.bf16(panel, x, span, sums);
+    }
+
+    #[inline(always)]
+    fn scale(sums: &Tile<f32>, _rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+        *y = *sums;
     }
 
     #[inline(always)]
@@ -166,6 +174,15 @@ impl Recipe for Fp8 {
             ..span
         };
         m.bf16(expanded.panel(), x, span, sums);
+    }
+
+    #[inline(always)]
+    fn scale(sums: &Tile<f32>, rows: &Lanes<f32>, _tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+        for r in 0..PANEL_ROWS {
+            for t in 0..TOKENS {
+                y.0[r][t] = sums.0[r][t] * rows[r];
+            }
+        }
     }
 
     #[inline(always)]
@@ -227,12 +244,21 @@ fn quantise_hidden(
     }
 }
 
-/// y = fma(sum, row scale * token scale, y).
+/// y = sum * (token scale * row scale), or that added to y with one rounding.
 #[inline(always)]
-fn add_scaled(sums: &Tile<i32>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>) {
-    for ((y, sums), row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-        for ((y, &sum), token) in y.iter_mut().zip(sums).zip(tokens) {
-            *y = fma(sum as f32, token * row, *y);
+fn scale_int8<const ADD: bool>(
+    sums: &Tile<i32>,
+    rows: &Lanes<f32>,
+    tokens: &Lanes<f32>,
+    y: &mut Tile<f32>,
+) {
+    for r in 0..PANEL_ROWS {
+        for t in 0..TOKENS {
+            let (sum, scale) = (sums.0[r][t] as f32, tokens[t] * rows[r]);
+            y.0[r][t] = match ADD {
+                true => fma(sum, scale, y.0[r][t]),
+                false => sum * scale,
+            };
         }
     }
 }
@@ -287,13 +313,18 @@ macro_rules! int8_recipe {
             }
 
             #[inline(always)]
+            fn scale(sums: &Tile<i32>, rows: &Lanes<f32>, tokens: &Lanes<f32>, y: &mut Tile<f32>) {
+                scale_int8::<false>(sums, rows, tokens, y);
+            }
+
+            #[inline(always)]
             fn add_block(
                 sums: &Tile<i32>,
                 rows: &Lanes<f32>,
                 tokens: &Lanes<f32>,
                 y: &mut Tile<f32>,
             ) {
-                add_scaled(sums, rows, tokens, y);
+                scale_int8::<true>(sums, rows, tokens, y);
             }
         }
     };

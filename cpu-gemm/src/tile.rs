@@ -29,27 +29,27 @@ unsafe impl<T: Zeroable> Zeroable for Tile<T> {}
 unsafe impl<T: Pod> Pod for Tile<T> {}
 
 impl<T: Copy> Tile<T> {
-    /// Rows become columns.
+    /// Rows become columns of `out`.
     #[inline(always)]
-    pub(crate) fn transposed(&self) -> Self {
-        Self(std::array::from_fn(|r| {
-            std::array::from_fn(|t| self.0[t][r])
-        }))
+    pub(crate) fn transpose_into(&self, out: &mut Self) {
+        for r in 0..PANEL_ROWS {
+            for t in 0..TOKENS {
+                out.0[r][t] = self.0[t][r];
+            }
+        }
     }
 }
 
 impl Tile<f32> {
     /// The same bits as words.
     #[inline(always)]
-    pub(crate) fn to_words(self) -> Tile<u32> {
-        Tile(self.0.map(|row| row.map(f32::to_bits)))
+    pub(crate) fn as_words(&self) -> &Tile<u32> {
+        bytemuck::cast_ref(self)
     }
-}
 
-impl Tile<u32> {
-    /// The same bits as numbers.
+    /// The same bits as words.
     #[inline(always)]
-    pub(crate) fn to_floats(self) -> Tile<f32> {
-        Tile(self.0.map(|row| row.map(f32::from_bits)))
+    pub(crate) fn as_words_mut(&mut self) -> &mut Tile<u32> {
+        bytemuck::cast_mut(self)
     }
 }

@@ -258,8 +258,9 @@ impl<'a> Groups<'a> {
                     for (row, words) in rows.iter().zip(&mut tile.0) {
                         copy_words(row.get(start..).unwrap_or(&[]), words);
                     }
-                    let tile = m.transpose(&tile);
-                    out.copy_from_slice(bytemuck::cast_slice(&tile.0));
+                    let mut by_word = Tile::default();
+                    m.transpose(&tile, &mut by_word);
+                    out.copy_from_slice(bytemuck::bytes_of(&by_word));
                 }
             }
         }
@@ -296,7 +297,8 @@ impl<'a> Groups<'a> {
             }
             TokenLayout::Rows => {
                 for (i, words) in words.as_chunks::<PANEL_ROWS>().0.iter().enumerate() {
-                    let by_token = m.transpose(&Tile(*words));
+                    let mut by_token = Tile::default();
+                    m.transpose(&Tile(*words), &mut by_token);
                     for (t, words) in by_token.0.iter().enumerate() {
                         let start = start + t * self.row_bytes + slice * slice_bytes + i * LINE;
                         // SAFETY: as above.
@@ -307,6 +309,30 @@ impl<'a> Groups<'a> {
             }
         }
     }
+}
+
+/// Most groups of a pass on any instruction set.
+pub(crate) const MAX_PASS: usize = 8;
+
+/// `count` groups of a pass (the last one repeated to fill the array): those from `first` on of a
+/// block that has `tokens` tokens in groups from `block_first` on.
+///
+/// # Safety
+/// As [`Groups::group`].
+#[inline(always)]
+pub(crate) unsafe fn pass<'g>(
+    groups: &'g Groups<'_>,
+    block_first: usize,
+    tokens: usize,
+    first: usize,
+    count: usize,
+) -> [Group<'g>; MAX_PASS] {
+    std::array::from_fn(|g| {
+        let group = first + g.min(count - 1);
+        let left = tokens - group * TOKENS;
+        // SAFETY: passed on from the caller.
+        unsafe { groups.group(block_first + group, TOKENS.min(left)) }
+    })
 }
 
 /// Bytes of 16 words.

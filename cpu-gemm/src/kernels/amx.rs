@@ -43,7 +43,7 @@ pub(crate) struct TileArgs {
     x: [*const u8; MAX_GROUPS],
     /// A tile for each group.
     out: *mut u8,
-    /// Bytes from a load of weights to its prefetch.
+    /// Bytes from a load of weights to its prefetch; 0 for none, if the weights are in the cache.
     prefetch: usize,
     /// 0: the sums start from zero. 1: from what `out` holds.
     accumulate: usize,
@@ -66,8 +66,8 @@ pub(crate) trait TileUnit: Copy {
     /// As [`Multiply::expand_e4m3`].
     fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
 
-    /// Rows become columns.
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32>;
+    /// Rows become columns of `out`.
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
 }
 
 /// [`Multiply`] by tile products.
@@ -127,8 +127,8 @@ impl<U: TileUnit> Multiply for Tiles<U> {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
-        self.0.transpose(tile)
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        self.0.transpose(tile, out);
     }
 }
 
@@ -233,8 +233,8 @@ impl TileUnit for Emulated {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
-        tile.transposed()
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        tile.transpose_into(out);
     }
 }
 
@@ -305,9 +305,12 @@ mod instructions {
         }
     }
 
-    /// The 16 prefetches that go with one load of 16 weight rows, `$half` bytes into them.
+    /// The 16 prefetches that go with one load of 16 weight rows, `$half` bytes into them; or none.
     macro_rules! prefetch_rows {
-        ($half:literal) => {
+        (cached, $half:literal) => {
+            ""
+        };
+        (streamed, $half:literal) => {
             concat!(
                 "mov rcx, [rdi + 80]\n",
                 "add rcx, r8\n",
@@ -322,17 +325,21 @@ mod instructions {
         };
         (@four $half:literal) => {
             concat!(
-                "prefetcht0 [rcx + ", $half, "]\n",
-                "prefetcht0 [rcx + r9 + ", $half, "]\n",
-                "prefetcht0 [rcx + r9*2 + ", $half, "]\n",
-                "prefetcht0 [rcx + rax + ", $half, "]\n",
+                "prefetcht1 [rcx + ", $half, "]\n",
+                "prefetcht1 [rcx + r9 + ", $half, "]\n",
+                "prefetcht1 [rcx + r9*2 + ", $half, "]\n",
+                "prefetcht1 [rcx + rax + ", $half, "]\n",
             )
         };
     }
 
-    /// One product for the groups listed as (tile of sums, register of x, offset in `out`).
+    /// One product for the groups listed as (tile of sums, register of x, offset of x in the
+    /// arguments, offset in `out`).
     macro_rules! product {
-        ($args:expr, $dot:literal, [$(($sum:literal, $x:literal, $x_arg:literal, $out:literal)),+]) => {
+        (
+            $args:expr, $dot:literal, $memory:ident,
+            [$(($sum:literal, $x:literal, $x_arg:literal, $out:literal)),+]
+        ) => {
             asm!(
                 // Operands.
                 "mov r8, [rdi]",
@@ -357,13 +364,13 @@ mod instructions {
                 // Units of a run, two halves each.
                 "4:",
                 "tileloadd tmm6, [r8 + r9*1]",
-                prefetch_rows!(0),
+                prefetch_rows!($memory, 0),
                 $(
                     concat!("tileloadd tmm7, [", $x, " + rdx*1]"),
                     concat!($dot, " ", $sum, ", tmm6, tmm7"),
                 )+
                 "tileloadd tmm6, [r8 + r9*1 + 64]",
-                prefetch_rows!(64),
+                prefetch_rows!($memory, 64),
                 $(
                     concat!("tileloadd tmm7, [", $x, " + rdx*1 + 1024]"),
                     concat!($dot, " ", $sum, ", tmm6, tmm7"),
@@ -385,21 +392,15 @@ mod instructions {
                 options(nostack)
             )
         };
-    }
-
-    /// [`product`] for one, two or three groups.
-    macro_rules! product_of_groups {
-        ($args:expr, $groups:expr, $dot:literal) => {
+        ($args:expr, $groups:expr, $dot:literal, $memory:ident) => {
             match $groups {
-                1 => product!($args, $dot, [("tmm0", "r13", 48, 0)]),
+                1 => product!($args, $dot, $memory, [("tmm0", "r13", 48, 0)]),
                 2 => product!(
-                    $args,
-                    $dot,
+                    $args, $dot, $memory,
                     [("tmm0", "r13", 48, 0), ("tmm1", "r14", 56, 1024)]
                 ),
                 _ => product!(
-                    $args,
-                    $dot,
+                    $args, $dot, $memory,
                     [
                         ("tmm0", "r13", 48, 0),
                         ("tmm1", "r14", 56, 1024),
@@ -416,13 +417,23 @@ mod instructions {
             // SAFETY: the token exists and `run`, the only way to a `Tiles<Amx>`, configured the
             // tiles; the pointers are valid by this function's contract. At least one run of at
             // least one unit: K is not 0.
-            unsafe { product_of_groups!(args, groups, "tdpbssd") }
+            unsafe {
+                match args.prefetch {
+                    0 => product!(args, groups, "tdpbssd", cached),
+                    _ => product!(args, groups, "tdpbssd", streamed),
+                }
+            }
         }
 
         #[inline(always)]
         unsafe fn bf16(self, args: &TileArgs, groups: usize) {
             // SAFETY: as in `s8`.
-            unsafe { product_of_groups!(args, groups, "tdpbf16ps") }
+            unsafe {
+                match args.prefetch {
+                    0 => product!(args, groups, "tdpbf16ps", cached),
+                    _ => product!(args, groups, "tdpbf16ps", streamed),
+                }
+            }
         }
 
         #[inline(always)]
@@ -432,9 +443,9 @@ mod instructions {
         }
 
         #[inline(always)]
-        fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+        fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
             // SAFETY: the token exists, so AVX-512 F was detected.
-            unsafe { avx512::transpose(tile) }
+            unsafe { avx512::transpose(tile, out) }
         }
     }
 }

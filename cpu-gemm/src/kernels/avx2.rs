@@ -94,9 +94,9 @@ impl Dot for Avx2 {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile) }
+        unsafe { transpose(tile, out) }
     }
 }
 
@@ -137,9 +137,9 @@ impl Dot for AvxVnni {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile) }
+        unsafe { transpose(tile, out) }
     }
 }
 
@@ -431,8 +431,7 @@ fn lane_sums(acc: [__m256i; 8], add: impl Fn(__m256i, __m256i) -> __m256i) -> __
 /// Rows become columns: two 8 x 8 blocks at a time.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn transpose(tile: &Tile<u32>) -> Tile<u32> {
-    let mut out = Tile::<u32>::default();
+fn transpose(tile: &Tile<u32>, out: &mut Tile<u32>) {
     for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
         let rows: [__m256i; 8] = std::array::from_fn(|r| load(half(&tile.0[row + r], column / 8)));
         // Pairs of rows, then fours; after this register 2g + h, of rows 4g.., holds the columns
@@ -461,7 +460,6 @@ fn transpose(tile: &Tile<u32>) -> Tile<u32> {
             }
         }
     }
-    out
 }
 
 /// The first or the second 8 of 16 lanes, as bytes.

@@ -78,9 +78,9 @@ impl Dot for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile) }
+        unsafe { transpose(tile, out) }
     }
 }
 
@@ -109,9 +109,9 @@ impl Dot for Avx512Bf16 {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile) }
+        unsafe { transpose(tile, out) }
     }
 }
 
@@ -365,7 +365,7 @@ fn as_bf16(v: __m512i) -> __m512bh {
 /// Rows become columns: 4 x 4 blocks inside quarters, then the quarters themselves.
 #[target_feature(enable = "avx512f")]
 #[inline]
-pub(super) fn transpose(tile: &Tile<u32>) -> Tile<u32> {
+pub(super) fn transpose(tile: &Tile<u32>, out: &mut Tile<u32>) {
     let row = |r: usize| {
         // SAFETY: a row of a tile is 64 bytes, aligned to as many.
         unsafe { _mm512_load_si512(tile.0[r].as_ptr().cast()) }
@@ -382,7 +382,6 @@ pub(super) fn transpose(tile: &Tile<u32>) -> Tile<u32> {
         blocks[4 * g + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
         blocks[4 * g + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
     }
-    let mut out = Tile::<u32>::default();
     for c in 0..4 {
         let (rows_0, rows_4) = (blocks[c], blocks[4 + c]);
         let (rows_8, rows_12) = (blocks[8 + c], blocks[12 + c]);
@@ -414,5 +413,4 @@ pub(super) fn transpose(tile: &Tile<u32>) -> Tile<u32> {
             unsafe { _mm512_store_si512(out.0[column].as_mut_ptr().cast(), values) };
         }
     }
-    out
 }

@@ -6,7 +6,7 @@
 use asym_gemm_formats::bank::PANEL_ROWS;
 
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
-use crate::tile::{Lanes, TOKENS, Tile};
+use crate::tile::{TOKENS, Tile};
 
 /// [`Multiply`] by the dot products of `D`.
 #[derive(Clone, Copy)]
@@ -56,13 +56,17 @@ impl<D: Dot> Multiply for ByRows<D> {
                     *row = products.map(|p| p as u32);
                 }
             });
-            let by_row = self.0.transpose(&by_token);
-            store(
-                out,
-                by_row.0.map(|row| row.map(|p| p as i32)),
-                span,
-                |a, b| a.wrapping_add(b),
-            );
+            if span.accumulate {
+                let mut by_row = Tile::default();
+                self.0.transpose(&by_token, &mut by_row);
+                for (out, row) in out.0.iter_mut().zip(&by_row.0) {
+                    for (out, &product) in out.iter_mut().zip(row) {
+                        *out = out.wrapping_add(product as i32);
+                    }
+                }
+            } else {
+                self.0.transpose(&by_token, bytemuck::cast_mut(out));
+            }
         }
     }
 
@@ -84,8 +88,17 @@ impl<D: Dot> Multiply for ByRows<D> {
                     }
                 });
             }
-            let by_row = self.0.transpose(&by_token.to_words()).to_floats();
-            store(out, by_row.0, span, |a, b| a + b);
+            if span.accumulate {
+                let mut by_row = Tile::<f32>::default();
+                self.0.transpose(by_token.as_words(), by_row.as_words_mut());
+                for (out, row) in out.0.iter_mut().zip(&by_row.0) {
+                    for (out, product) in out.iter_mut().zip(row) {
+                        *out += product;
+                    }
+                }
+            } else {
+                self.0.transpose(by_token.as_words(), out.as_words_mut());
+            }
         }
     }
 
@@ -95,25 +108,7 @@ impl<D: Dot> Multiply for ByRows<D> {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
-        self.0.transpose(tile)
-    }
-}
-
-#[inline(always)]
-fn store<T: Copy>(
-    out: &mut Tile<T>,
-    products: [Lanes<T>; PANEL_ROWS],
-    span: Span,
-    add: impl Fn(T, T) -> T,
-) {
-    if !span.accumulate {
-        out.0 = products;
-        return;
-    }
-    for (out, products) in out.0.iter_mut().zip(products) {
-        for (out, product) in out.iter_mut().zip(products) {
-            *out = add(*out, product);
-        }
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        self.0.transpose(tile, out);
     }
 }

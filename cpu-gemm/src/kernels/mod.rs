@@ -56,8 +56,8 @@ pub(crate) trait Multiply: Copy {
     /// The bf16 values of one unit of e4m3 weights; see [`Dot::expand_e4m3`].
     fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
 
-    /// Rows become columns.
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32>;
+    /// Rows become columns of `out`.
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
 }
 
 /// Dot products of a panel with `T` (1, 2 or 4) rows of activations.
@@ -78,10 +78,10 @@ pub(crate) trait Dot: Copy {
     /// NaN stays NaN of its sign.
     fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
 
-    /// Rows become columns.
+    /// Rows become columns of `out`.
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>) -> Tile<u32> {
-        tile.transposed()
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        tile.transpose_into(out);
     }
 }
 

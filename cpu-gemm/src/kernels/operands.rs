@@ -96,7 +96,7 @@ impl<'a> Panel<'a> {
         }
     }
 
-    /// The same weights; prefetches reach `bytes` ahead.
+    /// The same weights; prefetches reach `bytes` ahead, 0 for none.
     #[inline(always)]
     pub(crate) fn prefetching(self, bytes: usize) -> Self {
         Self {

@@ -709,7 +709,8 @@ fn outputs_that_cannot_be_written() {
 fn records_that_cannot_be_written_are_refused_at_once() {
     let folder = folder();
     let bench = |path: &Path| Call::new(&["bench", "cpu", "--quick", "--csv", &text(path)]);
-    bench(&folder.path().join("absent/x.csv")).refused(&["absent/x.csv", "its folder is not there"]);
+    bench(&folder.path().join("absent/x.csv"))
+        .refused(&["absent/x.csv", "its folder is not there"]);
     bench(folder.path()).refused(&["is a folder"]);
 }
 

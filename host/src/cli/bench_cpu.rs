@@ -71,7 +71,9 @@ pub(super) fn run(
 fn check(path: &Path) -> Result<(), Failure> {
     let refuse = |reason| Err(format!("{}: {reason}", path.display()).into());
     // A file name alone has the empty path for its folder.
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
     if folder.is_some_and(|folder| !folder.is_dir()) {
         return refuse("its folder is not there");
     }

@@ -158,6 +158,12 @@ pub enum CpuError {
         /// The system's answer.
         reason: String,
     },
+    /// Memory that the system does not give.
+    #[error("{bytes} bytes of memory are not to be had")]
+    Memory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
     /// A parallel task panicked; what it computed is incomplete.
     #[error(transparent)]
     TaskPanic(#[from] TaskPanic),

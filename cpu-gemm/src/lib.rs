@@ -19,6 +19,7 @@ mod gemm;
 mod isa;
 mod kernels;
 mod matrix;
+mod memory;
 pub mod pool;
 pub mod probe;
 mod product;
@@ -45,5 +46,6 @@ pub use matrix::{
     Bf16Weights, Int8Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, PackedRef,
     WeightElement, WeightsRef,
 };
+pub use memory::HugeBuffer;
 pub use router::{Router, router_logits};
 pub use tokens::Rows;

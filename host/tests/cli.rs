@@ -705,6 +705,15 @@ fn outputs_that_cannot_be_written() {
     assert_eq!(names(folder.path()), ["old", "taken"]);
 }
 
+#[test]
+fn records_that_cannot_be_written_are_refused_at_once() {
+    let folder = folder();
+    let bench = |path: &Path| Call::new(&["bench", "cpu", "--quick", "--csv", &text(path)]);
+    bench(&folder.path().join("absent/x.csv"))
+        .refused(&["absent/x.csv", "its folder is not there"]);
+    bench(folder.path()).refused(&["is a folder"]);
+}
+
 /// Replacing a device such as /dev/null by a file would break the machine.
 #[cfg(unix)]
 #[test]
@@ -769,6 +778,7 @@ fn misuse() {
         .misused(&["pigeon", "staged"]);
     Call::new(&["moe", "--model", "m", "--layer", "-1", "--input", "x"]).misused(&["-1"]);
     Call::new(&["moe", "--layer", "0"]).misused(&["--model", "--input"]);
+    Call::new(&["bench", "gears"]).misused(&["gears"]);
     Call::new(&["bake"]).misused(&["bake"]);
     Call::new(&[]).misused(&["Usage"]);
     assert!(
@@ -776,5 +786,7 @@ fn misuse() {
             .prints(0)
             .starts_with("asym-gemm ")
     );
+    let help = Call::new(&["bench", "cpu", "--help"]).prints(0);
+    assert!(help.contains("--quick") && help.contains("--csv"));
     assert!(Call::new(&["moe", "--help"]).prints(0).contains("--expect"));
 }

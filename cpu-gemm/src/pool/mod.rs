@@ -24,11 +24,12 @@ mod tickets;
 pub use default::{MAX_THREADS, THREADS_VARIABLE, default_workers};
 pub use on_rayon::RayonWorkers;
 pub use spin::SpinPool;
-pub use tickets::Tickets;
+pub use tickets::{Tickets, for_chunks};
 
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 /// Something that runs parallel regions.
 pub trait Workers: Send + Sync {
@@ -138,6 +139,16 @@ struct Process(u32);
 impl Process {
     fn current() -> Self {
         Self(std::process::id())
+    }
+
+    /// The first process that asked, before any fork that copied the answer.
+    fn first() -> Self {
+        static FIRST: AtomicU32 = AtomicU32::new(0);
+        let current = Self::current();
+        match FIRST.compare_exchange(0, current.0, Relaxed, Relaxed) {
+            Ok(_) => current,
+            Err(first) => Self(first),
+        }
     }
 
     /// Whether the calling thread is not in that process.

@@ -15,6 +15,9 @@ use super::{Body, Process, TaskPanic, Workers, in_region, participate};
 const QUEUED_TASKS: usize = 16;
 
 /// The rayon pool that the caller runs in (`ThreadPool::install`), else the global one.
+///
+/// rayon does not survive a `fork`: its pools have no threads in the child, and locks that they held
+/// stay locked. In a process whose parent has used this type, regions run on the caller.
 pub struct RayonWorkers {
     process: Process,
     queued: Arc<AtomicUsize>,
@@ -24,7 +27,7 @@ impl RayonWorkers {
     /// Starts nothing: the pool is looked up by each call.
     pub fn new() -> Self {
         Self {
-            process: Process::current(),
+            process: Process::first(),
             queued: Arc::new(AtomicUsize::new(0)),
         }
     }
@@ -38,15 +41,17 @@ impl Default for RayonWorkers {
 
 impl Workers for RayonWorkers {
     fn threads(&self) -> usize {
-        rayon::current_num_threads()
+        if self.process.left() {
+            // Not even this question is safe to ask.
+            1
+        } else {
+            rayon::current_num_threads()
+        }
     }
 
     fn run(&self, body: &(dyn Fn(usize) + Sync)) -> Result<(), TaskPanic> {
-        if in_region() || self.process.left() {
-            return participate(body, 0);
-        }
         let threads = self.threads();
-        if threads == 1 {
+        if threads == 1 || in_region() {
             return participate(body, 0);
         }
         let region = Arc::new(Region::new(body));

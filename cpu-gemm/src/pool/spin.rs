@@ -12,9 +12,9 @@
 //! entering costs a worker no turn in a queue for a shared counter.
 //!
 //! Sleeping is announced in a bit set by the same pattern: a worker sets its bit and looks at the state
-//! once more before it parks; whoever opens or joins a region looks at the bits afterwards. Each
-//! participant wakes a few sleepers, which wake others: the caller is not held up by a system call for
-//! each of them.
+//! once more before it parks; whoever opens or joins a region looks at the bits afterwards. The
+//! caller wakes the first sleepers, and those, as they come, a few others each: on a machine of very many
+//! CPUs the caller is not held up by a system call for every one of them.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
@@ -35,8 +35,11 @@ const SPIN: Duration = Duration::from_micros(100);
 const LOOKS: u32 = 64;
 /// Times it then offers its CPU to others before it sleeps.
 const YIELDS: u32 = 8;
-/// Sleepers that each participant wakes: two rounds reach 16 threads.
-const WAKES: usize = 4;
+/// Sleepers that the caller wakes, at about 2 us each. A chain of wakes costs each thread in it
+/// the time that its CPU takes to come out of idleness, which is far more.
+const CALLER_WAKES: usize = 16;
+/// Sleepers that a worker then wakes.
+const WORKER_WAKES: usize = 4;
 /// How long a caller waits for the region of another before it runs alone. A few layers' worth;
 /// bounded, as the other region might wait for this caller.
 const PATIENCE: Duration = Duration::from_millis(20);
@@ -119,7 +122,7 @@ impl Shared {
         // SAFETY: nobody is inside, and who comes in reads only after the state below.
         unsafe { *self.body.get() = Some(Body::new(body)) };
         self.state.0.swap(self.state().opened_next().0, SeqCst);
-        self.wake(WAKES);
+        self.wake(CALLER_WAKES);
     }
 
     /// Closes the region and waits for those inside, except where a fork left them behind.
@@ -192,7 +195,7 @@ impl Shared {
             let state = self.state();
             if state.is_open() && state.region() != seen {
                 seen = state.region();
-                self.wake(WAKES);
+                self.wake(WORKER_WAKES);
                 // SAFETY: the region was open after the flag went up, so its body was stored, and
                 // its caller waits for the flag to go down.
                 let body = unsafe { (*self.body.get()).map(|body| body.get()) };

@@ -1,7 +1,6 @@
 //! How fast the workers together read main memory.
 
 use std::hint::black_box;
-use std::sync::Mutex;
 use std::time::Instant;
 
 use super::median;
@@ -30,8 +29,8 @@ pub struct DramRate {
 
 /// Reads `buffer` with each prefetch distance, `rounds` times each, in turn.
 ///
-/// The buffer should be several times the last-level cache and touched before, on a NUMA
-/// machine by the threads in order. Each participant streams a range of its own, and helps the
+/// The buffer should be several times the last-level cache and touched before; a
+/// [`HugeBuffer`](crate::HugeBuffer) is. Each participant streams a range of its own, and helps the
 /// others when it is done, as one CPU of a shared machine may be slower than the next.
 ///
 /// # Errors
@@ -73,7 +72,7 @@ fn read_once(
     buffer: &[u8],
     distance: usize,
 ) -> Result<f64, CpuError> {
-    let tickets = Tickets::of_parts(ranges(buffer.len().div_ceil(CHUNK), workers.threads()));
+    let tickets = Tickets::for_threads(buffer.len().div_ceil(CHUNK), workers.threads());
     let start = Instant::now();
     workers.run(&|participant| {
         let mut sum = 0u64;
@@ -87,43 +86,10 @@ fn read_once(
     Ok(buffer.len() as f64 / seconds * 1e-9)
 }
 
-/// `0..count` in as many consecutive ranges.
-fn ranges(count: usize, parts: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let bound = move |part: usize| (count as u128 * part as u128 / parts as u128) as usize;
-    (0..parts).map(move |part| bound(part)..bound(part + 1))
-}
-
-/// A buffer of `bytes` for [`read_rate`], written by the workers in the ranges that they will
-/// read; `None` where that much memory cannot be had.
-pub fn buffer(workers: &dyn Workers, bytes: usize) -> Option<Vec<u8>> {
-    let mut buffer = Vec::new();
-    buffer.try_reserve_exact(bytes).ok()?;
-    {
-        let (chunks, _) = buffer.spare_capacity_mut()[..bytes].as_chunks_mut::<CHUNK>();
-        let count = chunks.len();
-        let parts: Vec<_> = ranges(count, workers.threads()).collect();
-        let tickets = Tickets::of_parts(parts);
-        let chunks: Vec<_> = chunks.iter_mut().map(Mutex::new).collect();
-        let touched = workers.run(&|participant| {
-            while let Some(index) = tickets.next(participant) {
-                // Each number is pulled once, so nobody else has the lock.
-                if let Ok(mut chunk) = chunks[index].lock() {
-                    for page in chunk.chunks_mut(4096) {
-                        page[0].write(index as u8);
-                    }
-                }
-            }
-        });
-        touched.ok()?;
-    }
-    // Writes what the pages above still lack; they have their places by now.
-    buffer.resize(bytes, 0x5a);
-    Some(buffer)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::HugeBuffer;
     use crate::pool::{RayonWorkers, SpinPool};
 
     #[test]
@@ -132,8 +98,7 @@ mod tests {
         let workers: [&dyn Workers; 2] = [&pool, &RayonWorkers::new()];
         for workers in workers {
             for len in [1, CHUNK - 1, 3 * CHUNK + 5] {
-                let buffer = buffer(workers, len).expect("the memory is there");
-                assert_eq!(buffer.len(), len);
+                let buffer = HugeBuffer::zeroed(workers, len).expect("the memory is there");
                 let rate = read_rate(workers, &buffer, 2).expect("there is something to read");
                 assert!(rate.gb_per_second > 0.0 && rate.gb_per_second.is_finite());
                 assert!(rate.best_gb_per_second >= rate.gb_per_second, "{rate:?}");
@@ -156,16 +121,5 @@ mod tests {
             read_rate(&pool, &[1], 0),
             Err(CpuError::Zero { what: "rounds" })
         );
-        assert_eq!(buffer(&pool, usize::MAX), None);
-    }
-
-    #[test]
-    fn ranges_cover_everything_once() {
-        for (count, parts) in [(0, 3), (2, 5), (17, 4), (16, 4)] {
-            let ranges: Vec<_> = ranges(count, parts).collect();
-            assert_eq!(ranges.len(), parts);
-            let numbers: Vec<_> = ranges.into_iter().flatten().collect();
-            assert_eq!(numbers, (0..count).collect::<Vec<_>>());
-        }
     }
 }

@@ -1,5 +1,6 @@
 //! Measuring how fast threads read main memory.
 
+use asym_gemm_cpu::HugeBuffer;
 use asym_gemm_cpu::pool::SpinPool;
 use asym_gemm_cpu::probe::dram;
 
@@ -19,7 +20,7 @@ pub fn dram_read_rate(threads: usize, bytes: usize) -> Option<f64> {
         return None;
     }
     let workers = SpinPool::new(threads).ok()?;
-    let buffer = dram::buffer(&workers, bytes)?;
+    let buffer = HugeBuffer::zeroed(&workers, bytes).ok()?;
     let rate = dram::read_rate(&workers, &buffer, ROUNDS).ok()?;
     Some(rate.gb_per_second)
 }

@@ -7,11 +7,13 @@
 //! the block. For the product with h the blocks are the slices of I, for the one with x they
 //! are what one scale covers: all of K, or 128 of it.
 
+use std::mem::MaybeUninit;
+
 use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
 use asym_gemm_formats::{bf16, int8};
 use bytemuck::Pod;
 
-use crate::kernels::{Expanded, Group, Multiply, Panel, Products, Span};
+use crate::kernels::{Group, Multiply, Panel, Products, Span};
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::vector::{Vector, VectorMath};
 
@@ -195,8 +197,8 @@ impl Recipe for Fp8 {
         sums: Products<'_, f32>,
     ) {
         assert_eq!(panel.total_units(), 1, "a block of K is one unit");
-        let mut expanded = Expanded::default();
-        m.expand_e4m3(panel, &mut expanded);
+        let mut expanded = MaybeUninit::uninit();
+        let expanded = m.expand_e4m3(panel, &mut expanded);
         let span = Span {
             unit: 2 * span.unit,
             ..span

@@ -19,6 +19,8 @@
 //! NOTE: `tdpbf16ps` treats subnormal operands and results as zero and rounds to nearest even,
 //! whatever the mode of the floating-point unit.
 
+use std::mem::MaybeUninit;
+
 use asym_gemm_formats::bank::{UNIT_BYTES, UNIT_ROW_BYTES};
 
 use super::portable::Portable;
@@ -71,7 +73,7 @@ pub(crate) trait TileUnit: Copy {
     unsafe fn bf16(self, args: &TileArgs, groups: usize);
 
     /// As [`Multiply::expand_e4m3`].
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
 
     /// Rows become columns of `out`.
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
@@ -136,8 +138,8 @@ impl<U: TileUnit> Multiply for Tiles<U> {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
-        self.0.expand_e4m3(panel, out);
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+        self.0.expand_e4m3(panel, out)
     }
 
     #[inline(always)]
@@ -249,8 +251,8 @@ impl TileUnit for Emulated {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
-        Portable.expand_e4m3(panel, out);
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+        Portable.expand_e4m3(panel, out)
     }
 
     #[inline(always)]
@@ -265,6 +267,7 @@ pub(super) use instructions::run;
 #[cfg(target_arch = "x86_64")]
 mod instructions {
     use std::arch::asm;
+    use std::mem::MaybeUninit;
 
     use super::{TileArgs, TileUnit, Tiles};
     use crate::isa::Amx;
@@ -466,7 +469,11 @@ mod instructions {
         }
 
         #[inline(always)]
-        fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+        fn expand_e4m3<'e>(
+            self,
+            panel: Panel<'_>,
+            out: &'e mut MaybeUninit<Expanded>,
+        ) -> &'e Expanded {
             // SAFETY: the token exists, so AVX-512 F and BW were detected.
             unsafe { avx512::expand_e4m3(panel, out) }
         }

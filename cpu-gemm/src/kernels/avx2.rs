@@ -23,6 +23,7 @@
 //! AVX-512 kernels: the three give the same bits.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
@@ -91,7 +92,7 @@ impl Dot for Avx2 {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
         unsafe { expand_e4m3(panel, out) }
     }
@@ -141,7 +142,7 @@ impl Dot for AvxVnni {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
         unsafe { expand_e4m3(panel, out) }
     }
@@ -166,10 +167,11 @@ fn s8_widened<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -
     let x = units(panel, x);
     let mut sums = [[_mm256_setzero_si256(); T]; PANEL_ROWS];
     for unit in 0..panel.units() {
+        let x = of_unit(&x, unit);
         let mut wide = [[_mm256_setzero_si256(); T]; UNIT_ROW_BYTES / 16];
         for (step, wide) in wide.iter_mut().enumerate() {
-            for t in 0..T {
-                wide[t] = widen(&x[t][unit].as_chunks().0[step]);
+            for (wide, x) in wide.iter_mut().zip(x) {
+                *wide = widen(&x.as_chunks().0[step]);
             }
         }
         add_s8_widened::<R, T>(&rows(panel, unit), &wide, &mut sums);
@@ -217,11 +219,7 @@ fn s8_vnni<const R: usize, const T: usize>(
     let x = units(panel, x);
     let mut acc = [[_mm256_setzero_si256(); T]; PANEL_ROWS];
     for unit in 0..panel.units() {
-        let mut of_unit = [&[0; UNIT_ROW_BYTES]; T];
-        for t in 0..T {
-            of_unit[t] = &x[t][unit];
-        }
-        add_s8_vnni::<R, T>(&rows(panel, unit), &of_unit, &mut acc);
+        add_s8_vnni::<R, T>(&rows(panel, unit), &of_unit(&x, unit), &mut acc);
     }
     let mut out = lanes_i32(&acc);
     for (out, sum) in out.iter_mut().zip(sums) {
@@ -279,10 +277,11 @@ fn bf16<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lan
     let x = units(panel, x);
     let mut acc = [[[_mm256_setzero_ps(); T]; PANEL_ROWS]; 2];
     for unit in 0..panel.units() {
+        let x = of_unit(&x, unit);
         let mut wide = [[[_mm256_setzero_ps(); 2]; T]; UNIT_ROW_BYTES / 32];
         for (step, wide) in wide.iter_mut().enumerate() {
-            for t in 0..T {
-                wide[t] = widen_bf16(&x[t][unit].as_chunks().0[step]);
+            for (wide, x) in wide.iter_mut().zip(x) {
+                *wide = widen_bf16(&x.as_chunks().0[step]);
             }
         }
         add_bf16::<R, T>(&rows(panel, unit), &wide, &mut acc);
@@ -342,7 +341,7 @@ fn add_bf16<const R: usize, const T: usize>(
 /// - NaN sets the exponent.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
+fn expand_e4m3<'e>(panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
     /// By the upper nibble.
     const UPPER: [u8; 16] = [
         0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, 0xbc, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2,
@@ -371,14 +370,10 @@ fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
     let (upper, upper_small, lower_small) = (table(UPPER), table(UPPER_SMALL), table(LOWER_SMALL));
     let byte = |b: u8| _mm256_set1_epi8(b as i8);
     let nibble = byte(0x0f);
-    let [first, second] = &mut out.0;
-    for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
+    for r in 0..PANEL_ROWS {
         let row = panel.row(0, r);
         prefetch(panel, row);
-        let (quarters, _) = row.as_chunks::<32>();
-        let (first, _) = first.as_chunks_mut::<64>();
-        let (second, _) = second.as_chunks_mut::<64>();
-        for (codes, out) in quarters.iter().zip(first.iter_mut().chain(second)) {
+        for (quarter, codes) in row.as_chunks().0.iter().enumerate() {
             // Quarters 0, 2, 1, 3: unpacking works on halves of the register.
             let v = _mm256_permute4x64_epi64::<0b11_01_10_00>(load(codes));
             let low = _mm256_and_si256(v, nibble);
@@ -399,14 +394,16 @@ fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
             // 0x43f0 of the formula becomes 0x7fc0.
             let upper = _mm256_or_si256(upper, _mm256_and_si256(nan, byte(0x7f)));
             let lower = _mm256_andnot_si256(_mm256_and_si256(nan, byte(0x30)), lower);
-            let at = out.as_mut_ptr().cast::<__m256i>();
-            // SAFETY: `out` is 64 bytes; the stores need no alignment.
+            let at = Expanded::line(out, r, quarter).cast::<__m256i>();
+            // SAFETY: two registers in a line, which is aligned to 64 bytes.
             unsafe {
-                _mm256_storeu_si256(at, _mm256_unpacklo_epi8(lower, upper));
-                _mm256_storeu_si256(at.add(1), _mm256_unpackhi_epi8(lower, upper));
+                _mm256_store_si256(at, _mm256_unpacklo_epi8(lower, upper));
+                _mm256_store_si256(at.add(1), _mm256_unpackhi_epi8(lower, upper));
             }
         }
     }
+    // SAFETY: the four lines of all rows are written.
+    unsafe { out.assume_init_ref() }
 }
 
 /// A table of 16 bytes in both halves.
@@ -519,6 +516,16 @@ fn transpose(tile: &Tile<u32>, out: &mut Tile<u32>) {
 #[inline(always)]
 fn half(lanes: &Lanes<u32>, half: usize) -> &[u8; 32] {
     &bytemuck::cast_ref::<_, [[u8; 32]; 2]>(lanes)[half]
+}
+
+/// The part of each row of activations that belongs to a unit.
+#[inline(always)]
+fn of_unit<'a, const T: usize>(x: &[&'a [UnitRow]; T], unit: usize) -> [&'a UnitRow; T] {
+    let mut rows = [&[0; UNIT_ROW_BYTES]; T];
+    for (row, x) in rows.iter_mut().zip(x) {
+        *row = &x[unit];
+    }
+    rows
 }
 
 /// Rows of activations in units.

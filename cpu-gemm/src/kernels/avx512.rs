@@ -21,6 +21,7 @@
 //! floating-point unit.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
@@ -73,7 +74,7 @@ impl Dot for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
         unsafe { expand_e4m3(panel, out) }
     }
@@ -111,7 +112,7 @@ impl Dot for Avx512Bf16 {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
         unsafe { expand_e4m3(panel, out) }
     }
@@ -177,7 +178,10 @@ fn bf16_dot<const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] 
 /// a table holds; it never reaches the sign.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-pub(super) fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
+pub(super) fn expand_e4m3<'e>(
+    panel: Panel<'_>,
+    out: &'e mut MaybeUninit<Expanded>,
+) -> &'e Expanded {
     /// What the formula lacks, at the code + 1 (mod 128): NaN, then the subnormal codes.
     const MISSING: [u16; 32] = {
         let mut table = [0; 32];
@@ -195,18 +199,14 @@ pub(super) fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
     let word = |w: u16| _mm512_set1_epi16(w as i16);
     // SAFETY: 64 bytes; the load needs no alignment.
     let missing = unsafe { _mm512_loadu_si512(MISSING.as_ptr().cast()) };
-    let [first, second] = &mut out.0;
-    for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
+    for r in 0..PANEL_ROWS {
         let row = panel.row(0, r);
         for line in row.iter().step_by(64) {
             // May lie past the end; a prefetch never faults.
             let ahead = (&raw const *line).wrapping_add(panel.prefetch());
             _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
         }
-        let (quarters, _) = row.as_chunks::<32>();
-        let (first, _) = first.as_chunks_mut::<64>();
-        let (second, _) = second.as_chunks_mut::<64>();
-        for (codes, out) in quarters.iter().zip(first.iter_mut().chain(second)) {
+        for (quarter, codes) in row.as_chunks::<32>().0.iter().enumerate() {
             // SAFETY: 32 bytes; the load needs no alignment.
             let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
             // The sign fills the upper half of a word.
@@ -221,10 +221,12 @@ pub(super) fn expand_e4m3(panel: Panel<'_>, out: &mut Expanded) {
                 normal,
                 _mm512_permutexvar_epi16(next, missing),
             );
-            // SAFETY: `out` is 64 bytes; the store needs no alignment.
-            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), bf16) };
+            // SAFETY: a line is 64 bytes and aligned to as many.
+            unsafe { _mm512_store_si512(Expanded::line(out, r, quarter).cast(), bf16) };
         }
     }
+    // SAFETY: the four lines of all rows are written.
+    unsafe { out.assume_init_ref() }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]

@@ -3,6 +3,8 @@
 //! Tokens are taken four, two or one at a time; their sums come out as rows [token][weight row] and
 //! are transposed once for all 16.
 
+use std::mem::MaybeUninit;
+
 use asym_gemm_formats::bank::PANEL_ROWS;
 
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
@@ -121,8 +123,8 @@ impl<D: Dot> Multiply for ByRows<D> {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
-        self.0.expand_e4m3(panel, out);
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+        self.0.expand_e4m3(panel, out)
     }
 
     #[inline(always)]

@@ -21,6 +21,8 @@ mod by_rows;
 mod operands;
 mod portable;
 
+use std::mem::MaybeUninit;
+
 use asym_gemm_formats::WeightFormat;
 
 #[cfg(target_arch = "x86_64")]
@@ -55,7 +57,7 @@ pub(crate) trait Multiply: Copy {
     fn bf16(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, f32>);
 
     /// The bf16 values of one unit of e4m3 weights; see [`Dot::expand_e4m3`].
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
 
     /// Rows become columns of `out`.
     fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
@@ -83,7 +85,7 @@ pub(crate) trait Dot: Copy {
 
     /// Writes the bf16 values of the first unit of a panel of e4m3. Every code has its exact value;
     /// NaN stays NaN of its sign.
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded);
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
 
     /// Rows become columns of `out`.
     #[inline(always)]
@@ -229,13 +231,14 @@ mod tests {
 
     struct Expand<'a> {
         unit: &'a [u8],
-        out: &'a mut Expanded,
+        out: &'a mut [[[u8; 128]; 16]; 2],
     }
 
     impl Body for Expand<'_> {
         #[inline(always)]
         fn run<M: Multiply>(self, m: M) {
-            m.expand_e4m3(Panel::packed(self.unit), self.out);
+            let mut out = MaybeUninit::uninit();
+            *self.out = m.expand_e4m3(Panel::packed(self.unit), &mut out).0;
         }
     }
 
@@ -249,14 +252,14 @@ mod tests {
         for kernel in kernels.chain([Kernel::EmulatedAmx]) {
             for shift in 0..=u8::MAX {
                 let unit: [u8; UNIT_BYTES] = std::array::from_fn(|i| (i as u8).wrapping_add(shift));
-                let mut out = Expanded::default();
+                let mut out = [[[0xa5; 128]; 16]; 2];
                 kernel.run(Expand {
                     unit: &unit,
                     out: &mut out,
                 });
                 for (i, &code) in unit.iter().enumerate() {
                     let (row, k) = (i / 128, i % 128);
-                    let bytes = &out.0[k / 64][row][k % 64 * 2..][..2];
+                    let bytes = &out[k / 64][row][k % 64 * 2..][..2];
                     assert_eq!(
                         u16::from_le_bytes([bytes[0], bytes[1]]),
                         e4m3::to_bf16(code),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use std::mem::MaybeUninit;
+
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
 
 use super::Multiply;
@@ -169,13 +171,16 @@ impl<'a> Panel<'a> {
 #[repr(C, align(64))]
 pub(crate) struct Expanded(pub(super) [[[u8; UNIT_ROW_BYTES]; PANEL_ROWS]; 2]);
 
-impl Default for Expanded {
-    fn default() -> Self {
-        Self([[[0; UNIT_ROW_BYTES]; PANEL_ROWS]; 2])
-    }
-}
-
 impl Expanded {
+    /// Where 32 values go: quarter `quarter` of row `row`.
+    #[inline(always)]
+    pub(super) fn line(out: &mut MaybeUninit<Self>, row: usize, quarter: usize) -> *mut [u8; 64] {
+        assert!(row < PANEL_ROWS && quarter < 4);
+        let at = (quarter / 2 * PANEL_ROWS + row) * 2 + quarter % 2;
+        // SAFETY: of 64 lines at most the last.
+        unsafe { out.as_mut_ptr().cast::<[u8; 64]>().add(at) }
+    }
+
     /// As a panel of bf16.
     #[inline(always)]
     pub(crate) fn panel(&self) -> Panel<'_> {

@@ -5,6 +5,8 @@
 //! product of two bf16 is exact in f32 (unless it under- or overflows), so this equals the
 //! AVX2 and AVX-512 kernels of fused multiply-adds.
 
+use std::mem::MaybeUninit;
+
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
@@ -80,15 +82,17 @@ impl Dot for Portable {
     }
 
     #[inline(always)]
-    fn expand_e4m3(self, panel: Panel<'_>, out: &mut Expanded) {
-        let [first, second] = &mut out.0;
-        for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
-            let (first, _) = first.as_chunks_mut::<2>();
-            let (second, _) = second.as_chunks_mut::<2>();
-            for (out, &code) in first.iter_mut().chain(second).zip(panel.row(0, r)) {
-                *out = BF16_OF_E4M3[usize::from(code)].to_le_bytes();
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+        let out = out.write(Expanded([[[0; UNIT_ROW_BYTES]; PANEL_ROWS]; 2]));
+        for (half, unit) in out.0.iter_mut().enumerate() {
+            for (r, row) in unit.iter_mut().enumerate() {
+                let codes = &panel.row(0, r).as_chunks::<{ UNIT_ROW_BYTES / 2 }>().0[half];
+                for (out, &code) in row.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+                    *out = BF16_OF_E4M3[usize::from(code)].to_le_bytes();
+                }
             }
         }
+        out
     }
 }
 

@@ -30,9 +30,11 @@ use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
 use crate::gemm::{Output, RowBuffer};
-use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_share};
+use crate::kernels::{
+    Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share,
+};
 use crate::pool::Workers;
-use crate::product::{self, Order, Tiles, Weights};
+use crate::product::{self, Tiles, Weights};
 use crate::recipe::Recipe;
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
@@ -72,6 +74,7 @@ struct Block<'a> {
     tokens: &'a [u32],
     /// First of its groups of 16.
     first_group: usize,
+    kernel: Kernel,
     /// Opens when all groups are packed.
     packed: Latch,
     /// Opens when h is complete.
@@ -194,6 +197,10 @@ pub(crate) fn run<R: Recipe, O: Output>(
                 start: group.start + i * BLOCK_TOKENS,
                 tokens,
                 first_group: groups,
+                kernel: match R::EXACT {
+                    true => kernel.for_few_tokens(tokens.len()),
+                    false => kernel,
+                },
                 packed: Latch::new(count),
                 hidden: Latch::new(slices),
             });
@@ -401,9 +408,9 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
             };
             match step {
                 Step::Encode => kernel.run(Encode(task)),
-                Step::Pack => kernel.run(Pack(task)),
-                Step::GateUp => kernel.run(GateUp(task)),
-                Step::Down => kernel.run(Down(task)),
+                Step::Pack => self.block_of_group(number).kernel.run(Pack(task)),
+                Step::GateUp => self.block_of_gate_up(number).kernel.run(GateUp(task)),
+                Step::Down => self.block_of_down(number).kernel.run(Down(task)),
                 Step::Combine => kernel.run(Sum(task)),
             }
         }
@@ -412,6 +419,11 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
 
     fn geometry(&self) -> BankGeometry {
         self.call.bank.geometry()
+    }
+
+    fn block_of_group(&self, group: usize) -> &Block<'_> {
+        let of_group = |block: &Block<'_>| block.first_group <= group;
+        &self.blocks[self.blocks.partition_point(of_group) - 1]
     }
 
     fn block_of_gate_up(&self, number: usize) -> &Block<'_> {
@@ -485,8 +497,7 @@ impl<R: Recipe, O: Output> Body for Pack<'_, '_, R, O> {
     #[inline(always)]
     fn run<M: Multiply>(self, m: M) {
         let Task { job, number, .. } = self.0;
-        let of_task = |block: &Block<'_>| block.first_group <= number;
-        let block = &job.blocks[job.blocks.partition_point(of_task) - 1];
+        let block = job.block_of_group(number);
         let group = number - block.first_group;
         let tokens = &block.tokens[group * TOKENS..][..block.group_tokens(group)];
         // SAFETY: each group belongs to one task, and readers wait for `packed`; all rows are
@@ -500,26 +511,22 @@ impl<R: Recipe, O: Output> Body for Pack<'_, '_, R, O> {
     }
 }
 
-/// Gate and up panels of a slice from one pair on.
+/// Gate and up panels of a slice from panel `first` on.
 struct GateUpPanels<'a> {
     expert: ExpertRef<'a>,
     slice: usize,
-    first_pair: usize,
+    first: usize,
 }
 
 impl Weights for GateUpPanels<'_> {
     #[inline(always)]
     fn panel(&self, p: usize) -> Panel<'_> {
-        Panel::packed(
-            self.expert
-                .gate_up_panel(self.slice, 2 * self.first_pair + p),
-        )
+        Panel::packed(self.expert.gate_up_panel(self.slice, self.first + p))
     }
 
     #[inline(always)]
     fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
-        self.expert
-            .gate_up_scales(self.slice, 2 * self.first_pair + p, block)
+        self.expert.gate_up_scales(self.slice, self.first + p, block)
     }
 }
 
@@ -547,9 +554,6 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
             .div_ceil(PANEL_ROWS)
             .min(first_pair + job.division.pairs);
         let rows = first_pair * PANEL_ROWS..len.min(end_pair * PANEL_ROWS);
-        let passes = block.groups().div_ceil(M::GROUPS);
-        // One pass: a stream of pairs. Several: all panels share each chunk of K.
-        let set = if passes == 1 { 1 } else { job.division.pairs };
         let Scratch {
             tiles, h, words, ..
         } = scratch;
@@ -566,46 +570,32 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                 (pass(first, count), pass(first + count, following))
             };
             let x = &x[..count];
-            let mut pair = first_pair;
-            while pair < end_pair {
-                let pairs = set.min(end_pair - pair);
+            for pair in first_pair..end_pair {
+                let (i, of) = (pair - first_pair, end_pair - first_pair);
+                prefetch_share::<R, M>(&next[..following], 0..geometry.hidden_units(), i, of);
                 let weights = GateUpPanels {
                     expert: block.expert,
                     slice,
-                    first_pair: pair,
+                    first: 2 * pair,
                 };
-                let order = Order {
-                    panels: 2 * pairs,
+                let shape = product::Shape {
+                    panels: 2,
                     units: geometry.hidden_units(),
-                    chunk_units: if passes == 1 {
-                        usize::MAX
-                    } else {
-                        M::CHUNK_UNITS
-                    },
-                    prefetch: if first == 0 {
-                        geometry.hidden_panel_bytes()
-                    } else {
-                        0
-                    },
-                    next: &next[..following],
+                    in_cache: first > 0,
                 };
-                let products = product::multiply::<R, M>(m, &weights, order, x, tiles);
-                for p in 0..pairs {
-                    let (gate_rows, up_rows) =
-                        (weights.scales(2 * p, 0), weights.scales(2 * p + 1, 0));
-                    let gate_bias = block.expert.gate_up_bias(slice, 2 * (pair + p));
-                    let up_bias = block.expert.gate_up_bias(slice, 2 * (pair + p) + 1);
-                    for (g, h) in h[..count].iter_mut().enumerate() {
-                        let (mut gate, mut up) = (Tile::default(), Tile::default());
-                        products.scaled(v, 2 * p, g, &x[g], &gate_rows, &mut gate);
-                        products.scaled(v, 2 * p + 1, g, &x[g], &up_rows, &mut up);
-                        add_bias(v, &mut gate, &gate_bias);
-                        add_bias(v, &mut up, &up_bias);
-                        let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
-                        activate(v, job.call.activation, &gate, &up, &mut panels[pair + p]);
-                    }
+                let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
+                let (gate_rows, up_rows) = (weights.scales(0, 0), weights.scales(1, 0));
+                let gate_bias = block.expert.gate_up_bias(slice, 2 * pair);
+                let up_bias = block.expert.gate_up_bias(slice, 2 * pair + 1);
+                for (g, h) in h[..count].iter_mut().enumerate() {
+                    let (mut gate, mut up) = (Tile::default(), Tile::default());
+                    products.scaled(v, 0, g, &x[g], &gate_rows, &mut gate);
+                    products.scaled(v, 1, g, &x[g], &up_rows, &mut up);
+                    add_bias(v, &mut gate, &gate_bias);
+                    add_bias(v, &mut up, &up_bias);
+                    let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
+                    activate(v, job.call.activation, &gate, &up, &mut panels[pair]);
                 }
-                pair += pairs;
             }
             for (g, h) in h[..count].iter().enumerate() {
                 let group = block.first_group + first + g;
@@ -658,6 +648,11 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             .min(first_panel + job.division.down_panels);
         let panels = first_panel..end_panel;
         let Scratch { tiles, rows, .. } = scratch;
+        // Later panels are fetched while their neighbours are multiplied; for the first all slices
+        // are asked for at once.
+        for slice in 0..geometry.slices() {
+            prefetch_bytes(block.expert.down_panel(slice, first_panel));
+        }
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
@@ -740,7 +735,6 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
             let span = Span {
                 unit: 0,
                 block: 0,
-                accumulate: false,
             };
             R::multiply(
                 m,
@@ -782,7 +776,6 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         let span = Span {
             unit: slice * self.job.geometry().down_units(),
             block: slice,
-            accumulate: false,
         };
         R::multiply(m, self.prefetching(weights), self.h, span, sums);
     }

@@ -18,12 +18,12 @@ use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
-use crate::kernels::{Body, Kernel, Multiply, Panel};
+use crate::kernels::{Body, Kernel, Multiply, Panel, prefetch_share};
 use crate::matrix::{
     Bf16Weights, Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef,
 };
 use crate::pool::Workers;
-use crate::product::{self, Order, Tiles, Weights};
+use crate::product::{self, Tiles, Weights};
 use crate::recipe::{self, MAX_EXACT_K, Recipe};
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
@@ -190,6 +190,7 @@ struct Block {
     rows: usize,
     /// First of its groups of 16.
     first_group: usize,
+    kernel: Kernel,
     /// Opens when all groups are packed.
     packed: Latch,
 }
@@ -223,6 +224,7 @@ fn run<'r, R: Recipe, O: Output>(
                 start,
                 rows,
                 first_group: count,
+                kernel: if R::EXACT { kernel.for_few_tokens(rows) } else { kernel },
                 packed: Latch::new(rows.div_ceil(TOKENS)),
             });
             count += rows.div_ceil(TOKENS);
@@ -252,7 +254,8 @@ fn run<'r, R: Recipe, O: Output>(
         let mut scratch = SCRATCH.take().unwrap_or_default();
         while let Some(task) = region.take() {
             if task < count {
-                kernel.run(Pack { job: &job, task });
+                let block = job.block_of_group(task);
+                block.kernel.run(Pack { job: &job, block, task });
                 continue;
             }
             let (block, range) = (
@@ -264,7 +267,7 @@ fn run<'r, R: Recipe, O: Output>(
                 break;
             }
             let first = range * task_panels;
-            kernel.run(Multiplication {
+            block.kernel.run(Multiplication {
                 job: &job,
                 block,
                 panels: first..panels.min(first + task_panels),
@@ -286,6 +289,14 @@ struct Job<'a, 'r, R, O, A> {
     recipe: PhantomData<fn() -> R>,
 }
 
+impl<R, O, A> Job<'_, '_, R, O, A> {
+    /// The block that a group belongs to.
+    fn block_of_group(&self, group: usize) -> &Block {
+        let of_group = |block: &Block| block.first_group <= group;
+        &self.blocks[self.blocks.partition_point(of_group) - 1]
+    }
+}
+
 /// Buffers that a thread keeps between calls.
 #[derive(Default)]
 struct Scratch {
@@ -303,6 +314,7 @@ thread_local! {
 /// Gathers 16 rows of A.
 struct Pack<'j, 'a, 'r, R, O, A> {
     job: &'j Job<'a, 'r, R, O, A>,
+    block: &'j Block,
     task: usize,
 }
 
@@ -314,9 +326,7 @@ where
 {
     #[inline(always)]
     fn run<M: Multiply>(self, m: M) {
-        let Self { job, task } = self;
-        let of_task = |block: &Block| block.first_group <= task;
-        let block = &job.blocks[job.blocks.partition_point(of_task) - 1];
+        let Self { job, block, task } = self;
         let group = task - block.first_group;
         let first = block.start + group * TOKENS;
         // SAFETY: each group belongs to one task, and readers wait for `packed`.
@@ -411,8 +421,6 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
             }
         }
         let v = m.vector();
-        let passes = block.groups().div_ceil(M::GROUPS);
-        let set = if passes == 1 { 1 } else { count };
         let mut first = 0;
         while first < block.groups() {
             let groups = M::GROUPS.min(block.groups() - first);
@@ -424,38 +432,28 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
             };
             let x = &x[..groups];
             let mut rows = RowBuffer::<O>::new(out, count);
-            for start in (0..count).step_by(set) {
+            for p in 0..count {
+                prefetch_share::<R, M>(&next[..following], 0..units, p, count);
                 let weights = TaskPanels {
                     b: job.operands.b,
                     scales: job.operands.scales,
-                    copies: &copies[start * panel_bytes..],
+                    copies: &copies[p * panel_bytes..],
                     weight: block.weight,
-                    first: panels.start + start,
+                    first: panels.start + p,
                     n: job.shape.n,
                     units,
                 };
-                let order = Order {
-                    panels: set.min(count - start),
+                let shape = product::Shape {
+                    panels: 1,
                     units,
-                    chunk_units: if passes == 1 {
-                        usize::MAX
-                    } else {
-                        M::CHUNK_UNITS
-                    },
-                    prefetch: match first {
-                        0 => job.operands.b.panel_stride(units),
-                        _ => 0,
-                    },
-                    next: &next[..following],
+                    in_cache: first > 0,
                 };
-                let products = product::multiply::<R, M>(m, &weights, order, x, tiles);
-                for p in 0..order.panels {
-                    let scales = weights.scales(p, 0);
-                    for g in 0..groups {
-                        let mut y = Tile::default();
-                        products.scaled(v, p, g, &x[g], &scales, &mut y);
-                        rows.put(m, start + p, g, x[g].tokens, &y);
-                    }
+                let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
+                let scales = weights.scales(0, 0);
+                for g in 0..groups {
+                    let mut y = Tile::default();
+                    products.scaled(v, 0, g, &x[g], &scales, &mut y);
+                    rows.put(m, p, g, x[g].tokens, &y);
                 }
             }
             let first_column = panels.start * PANEL_ROWS;

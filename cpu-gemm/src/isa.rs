@@ -257,6 +257,14 @@ impl Amx {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+impl From<Amx> for Avx512Bf16 {
+    /// What AMX kernels require contains it.
+    fn from(_token: Amx) -> Self {
+        Self(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

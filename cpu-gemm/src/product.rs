@@ -1,6 +1,6 @@
 //! Several panels times the groups of one pass.
 
-use crate::kernels::{Group, Multiply, Panel, Span, prefetch_share};
+use crate::kernels::{Group, Multiply, Panel, Span};
 use crate::recipe::Recipe;
 use crate::tile::{Lanes, Tile};
 use crate::vector::Vector;
@@ -13,21 +13,15 @@ pub(crate) trait Weights {
     fn scales(&self, p: usize, block: usize) -> Lanes<f32>;
 }
 
-/// How the panels are gone through.
+/// Which weights to multiply.
 #[derive(Clone, Copy)]
-pub(crate) struct Order<'x> {
+pub(crate) struct Shape {
     /// Panels.
     pub(crate) panels: usize,
     /// Units of K of the weights.
     pub(crate) units: usize,
-    /// Units after which the next panel's turn comes. At least `units`: panels are read one after
-    /// the other, as one stream.
-    pub(crate) chunk_units: usize,
-    /// Bytes ahead to prefetch when chunks are read; 0 if the weights are in the cache.
-    pub(crate) prefetch: usize,
-    /// The groups of the next pass, which another core may have packed: the start of them is
-    /// fetched during the last chunk.
-    pub(crate) next: &'x [Group<'x>],
+    /// Whether an earlier pass has brought the weights to the cache.
+    pub(crate) in_cache: bool,
 }
 
 /// Tiles that a thread keeps between tasks.
@@ -89,75 +83,58 @@ impl<R: Recipe> Products<'_, R> {
     }
 }
 
-/// Multiplies panels with groups.
+/// Multiplies panels with groups, over all of K.
 ///
-/// In chunks of K so short that the groups' part of one stays in the first-level cache
-/// while all panels pass by: the groups are then read from the second level once a pass instead of
-/// once a panel.
+/// (Cutting K so that the groups' part stays in the first-level cache while several panels pass by
+/// was measured too: what is saved in loads of activations is lost in loads and stores of sums.)
 #[inline(always)]
 pub(crate) fn multiply<'t, R: Recipe, M: Multiply>(
     m: M,
     weights: &impl Weights,
-    order: Order<'_>,
+    shape: Shape,
     x: &[Group<'_>],
     tiles: &'t mut Tiles,
 ) -> Products<'t, R> {
     let v = m.vector();
     let groups = x.len();
-    let count = order.panels * groups;
+    let count = shape.panels * groups;
     let (sums, y) = match R::BLOCKED_X {
-        true => tiles.room::<R>(groups, count),
+        true => tiles.room::<R>(2 * groups, count),
         false => tiles.room::<R>(count, 0),
     };
-    let mut first = 0;
-    while first < order.units {
-        let units = order.chunk_units.min(order.units - first);
-        for p in 0..order.panels {
-            let mut panel = weights.panel(p).part(first, units);
-            if units < order.units {
-                panel = panel.prefetching(order.prefetch);
+    for p in 0..shape.panels {
+        let mut panel = weights.panel(p);
+        if shape.in_cache {
+            panel = panel.prefetching(0);
+        }
+        if !R::BLOCKED_X {
+            let span = Span { unit: 0, block: 0 };
+            R::multiply(m, panel, x, span, &mut sums[p * groups..][..groups]);
+            continue;
+        }
+        let y = &mut y[p * groups..][..groups];
+        let blocks = shape.units.div_ceil(R::BLOCK_UNITS);
+        // Two sets of sums: a block is scaled while the next one is multiplied.
+        for block in 0..=blocks {
+            if block < blocks {
+                let unit = block * R::BLOCK_UNITS;
+                let units = R::BLOCK_UNITS.min(shape.units - unit);
+                let sums = &mut sums[block % 2 * groups..][..groups];
+                R::multiply(m, panel.part(unit, units), x, Span { unit, block }, sums);
             }
-            // The groups' part of the next chunk comes from afar: other cores packed it.
-            let ahead = first + units;
-            if ahead < order.units {
-                let units = order.chunk_units.min(order.units - ahead);
-                prefetch_share::<R, M>(x, ahead..ahead + units, p, order.panels);
-            } else if units < order.units {
-                prefetch_share::<R, M>(order.next, 0..units, p, order.panels);
-            }
-            if R::BLOCKED_X {
-                let y = &mut y[p * groups..][..groups];
-                let mut unit = 0;
-                while unit < units {
-                    let count = R::BLOCK_UNITS.min(units - unit);
-                    let block = (first + unit) / R::BLOCK_UNITS;
-                    let span = Span {
-                        unit: first + unit,
-                        block,
-                        accumulate: false,
-                    };
-                    R::multiply(m, panel.part(unit, count), x, span, sums);
-                    let rows = weights.scales(p, block);
-                    for g in 0..groups {
-                        let tokens = &x[g].scales[block];
-                        if block == 0 {
-                            R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
-                        } else {
-                            R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
-                        }
+            if let Some(block) = block.checked_sub(1) {
+                let sums = &sums[block % 2 * groups..][..groups];
+                let rows = weights.scales(p, block);
+                for g in 0..groups {
+                    let tokens = &x[g].scales[block];
+                    if block == 0 {
+                        R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
+                    } else {
+                        R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
                     }
-                    unit += count;
                 }
-            } else {
-                let span = Span {
-                    unit: first,
-                    block: 0,
-                    accumulate: first > 0,
-                };
-                R::multiply(m, panel, x, span, &mut sums[p * groups..][..groups]);
             }
         }
-        first += units;
     }
     Products { sums, y, groups }
 }

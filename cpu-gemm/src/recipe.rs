@@ -30,6 +30,8 @@ pub(crate) trait Recipe {
     const BLOCKED_X: bool;
     /// Whether the slices of h are blocks with scales of their own; else I is one block.
     const BLOCKED_H: bool;
+    /// Whether sums are integers, the same on every instruction set.
+    const EXACT: bool;
     /// Bytes of an activation row that meet one unit of weights.
     const X_UNIT_BYTES: usize = UNIT_ROW_BYTES;
     /// Units of weights in a block of 128.
@@ -93,6 +95,7 @@ impl Recipe for Bf16 {
     type Sum = f32;
     const BLOCKED_X: bool = false;
     const BLOCKED_H: bool = false;
+    const EXACT: bool = false;
 
     #[inline(always)]
     fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
@@ -170,6 +173,7 @@ impl Recipe for Fp8 {
     type Sum = f32;
     const BLOCKED_X: bool = true;
     const BLOCKED_H: bool = true;
+    const EXACT: bool = false;
     const X_UNIT_BYTES: usize = 2 * UNIT_ROW_BYTES;
 
     #[inline(always)]
@@ -326,6 +330,7 @@ macro_rules! int8_recipe {
             type Sum = i32;
             const BLOCKED_X: bool = $blocked;
             const BLOCKED_H: bool = true;
+            const EXACT: bool = true;
 
             #[inline(always)]
             fn encode(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {

@@ -48,8 +48,6 @@ pub(crate) struct TileArgs {
     out: *mut u8,
     /// Bytes from a load of weights to its prefetch; 0 for none, if the weights are in the cache.
     prefetch: usize,
-    /// 0: the sums start from zero. 1: from what `out` holds.
-    accumulate: usize,
 }
 
 /// What multiplies tiles: the instructions, or their emulation.
@@ -104,7 +102,6 @@ impl<U> Tiles<U> {
             x: tiles,
             out: out.as_mut_ptr().cast(),
             prefetch: w.prefetch(),
-            accumulate: usize::from(span.accumulate),
         }
     }
 }
@@ -119,8 +116,6 @@ impl<U: TileUnit> Multiply for Tiles<U> {
 
     const LAYOUT: TokenLayout = TokenLayout::Tiles;
     const GROUPS: usize = MAX_GROUPS;
-    /// 512 bytes of K: the tiles of three groups are 24 KiB and stay in half a first-level cache.
-    const CHUNK_UNITS: usize = 4;
 
     #[inline(always)]
     fn s8(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, i32>) {
@@ -193,7 +188,7 @@ impl Emulated {
         }
     }
 
-    /// Runs `products` on the output tiles of `args`, zeroed unless it accumulates.
+    /// Runs `products` on the output tiles of `args`, zeroed.
     ///
     /// # Safety
     /// `out` of `args` is valid for `groups` tiles of `T`, which nothing else refers to.
@@ -204,9 +199,7 @@ impl Emulated {
     ) {
         // SAFETY: by this function's contract.
         let out = unsafe { std::slice::from_raw_parts_mut(args.out.cast::<Tile<T>>(), groups) };
-        if args.accumulate == 0 {
-            out.fill(Tile::default());
-        }
+        out.fill(Tile::default());
         products(out);
     }
 }
@@ -375,14 +368,7 @@ mod instructions {
                 $(concat!("mov ", $x, ", [rdi + ", $x_arg, "]"),)+
                 "lea rax, [r9 + r9*2]",
                 "mov edx, 64",
-                // Sums: zero, or what `out` holds.
-                "mov rcx, [rdi + 72]",
-                "cmp qword ptr [rdi + 88], 0",
-                "jne 2f",
                 $(concat!("tilezero ", $sum),)+
-                "jmp 3f",
-                "2:",
-                $(concat!("tileloadd ", $sum, ", [rcx + rdx*1 + ", $out, "]"),)+
                 // Runs.
                 "3:",
                 "mov rsi, [rdi + 24]",

@@ -41,7 +41,6 @@ impl<D: Dot> Multiply for ByRows<D> {
     const LAYOUT: TokenLayout = TokenLayout::Rows;
     /// 128 tokens: their rows and sums fit the second-level cache beside a panel.
     const GROUPS: usize = 8;
-    const CHUNK_UNITS: usize = usize::MAX;
 
     #[inline(always)]
     fn s8(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, i32>) {
@@ -51,7 +50,7 @@ impl<D: Dot> Multiply for ByRows<D> {
             if x.tokens == 1 {
                 let row = x.row(0, span.unit, w.units());
                 let [products] = self.0.s8(w, [row], [x.sums[span.block][0]]);
-                one_token(out, products, span, i32::wrapping_add);
+                one_token(out, products);
                 continue;
             }
             let mut by_token = Tile([[0u32; PANEL_ROWS]; TOKENS]);
@@ -64,17 +63,7 @@ impl<D: Dot> Multiply for ByRows<D> {
                     *row = products.map(|p| p as u32);
                 }
             });
-            if span.accumulate {
-                let mut by_row = Tile::default();
-                self.0.transpose(&by_token, &mut by_row);
-                for (out, row) in out.0.iter_mut().zip(&by_row.0) {
-                    for (out, &product) in out.iter_mut().zip(row) {
-                        *out = out.wrapping_add(product as i32);
-                    }
-                }
-            } else {
-                self.0.transpose(&by_token, bytemuck::cast_mut(out));
-            }
+            self.0.transpose(&by_token, bytemuck::cast_mut(out));
         }
     }
 
@@ -90,7 +79,7 @@ impl<D: Dot> Multiply for ByRows<D> {
                         *sum += product;
                     }
                 }
-                one_token(out, sums, span, |a, b| a + b);
+                one_token(out, sums);
                 continue;
             }
             let mut by_token = Tile([[0f32; PANEL_ROWS]; TOKENS]);
@@ -108,17 +97,7 @@ impl<D: Dot> Multiply for ByRows<D> {
                     }
                 });
             }
-            if span.accumulate {
-                let mut by_row = Tile::<f32>::default();
-                self.0.transpose(by_token.as_words(), by_row.as_words_mut());
-                for (out, row) in out.0.iter_mut().zip(&by_row.0) {
-                    for (out, product) in out.iter_mut().zip(row) {
-                        *out += product;
-                    }
-                }
-            } else {
-                self.0.transpose(by_token.as_words(), out.as_words_mut());
-            }
+            self.0.transpose(by_token.as_words(), out.as_words_mut());
         }
     }
 
@@ -143,18 +122,9 @@ impl<D: Dot> Multiply for ByRows<D> {
 /// Stores the sums of a group's only token. The other lanes become zero: what they held may be
 /// subnormal as a number, which is slow to compute with.
 #[inline(always)]
-fn one_token<T: Copy + Default>(
-    out: &mut Tile<T>,
-    products: Lanes<T>,
-    span: Span,
-    add: impl Fn(T, T) -> T,
-) {
+fn one_token<T: Copy + Default>(out: &mut Tile<T>, products: Lanes<T>) {
     for (out, product) in out.0.iter_mut().zip(products) {
-        let sum = match span.accumulate {
-            true => add(out[0], product),
-            false => product,
-        };
         *out = [T::default(); TOKENS];
-        out[0] = sum;
+        out[0] = product;
     }
 }

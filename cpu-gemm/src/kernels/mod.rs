@@ -32,7 +32,7 @@ use crate::tile::{Lanes, Tile};
 use crate::vector::Vector;
 use amx::Emulated;
 use by_rows::ByRows;
-pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_share};
+pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_bytes, prefetch_share};
 use portable::Portable;
 
 /// Products of 16 weight rows with groups of 16 tokens.
@@ -46,14 +46,12 @@ pub(crate) trait Multiply: Copy {
     const LAYOUT: TokenLayout;
     /// Groups that one reading of the weights serves.
     const GROUPS: usize;
-    /// Units of K after which another panel's turn comes, if the weights are read more than once.
-    const CHUNK_UNITS: usize;
 
     /// Exact i32 sums (the caller bounds K) of i8 weights and i8 activations.
     fn s8(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, i32>);
 
     /// f32 sums of bf16 weights and bf16 activations. The order of a token's additions depends on
-    /// the panel alone, never on the other tokens or on how K was cut into spans.
+    /// the panel alone, never on the other tokens.
     fn bf16(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, f32>);
 
     /// The bf16 values of one unit of e4m3 weights; see [`Dot::expand_e4m3`].
@@ -201,6 +199,21 @@ impl Kernel {
             (Self::EmulatedAmx, WeightFormat::Bf16) => "amx_emulated_bf16_1x3",
             (Self::EmulatedAmx, WeightFormat::Fp8Block128) => "amx_emulated_e4m3_1x3",
             (Self::EmulatedAmx, _) => "amx_emulated_s8_1x3",
+        }
+    }
+
+    /// The kernel for `tokens` tokens of a recipe whose sums are exact on every instruction set.
+    ///
+    /// One or two tokens leave most of a tile empty: dot products then read the weights a little
+    /// faster.
+    pub(crate) fn for_few_tokens(self, tokens: usize) -> Self {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(token) if tokens <= 2 => Self::Avx512Bf16(token.into()),
+            other => {
+                let _ = tokens;
+                other
+            }
         }
     }
 

@@ -241,11 +241,9 @@ pub(crate) struct Span {
     pub(crate) unit: usize,
     /// Block whose code sums belong to the part.
     pub(crate) block: usize,
-    /// Whether to add to what `out` holds.
-    pub(crate) accumulate: bool,
 }
 
-/// Products of one panel with each group of a pass, to be written or added to.
+/// Products of one panel with each group of a pass, to be written.
 pub(crate) type Products<'a, T> = &'a mut [Tile<T>];
 
 /// Prefetches part `part` of `parts` of the given weight units' worth of `groups`.
@@ -269,6 +267,14 @@ pub(crate) fn prefetch_share<R: Recipe, M: Multiply>(
         let (group, line) = (&groups[line / lines], line % lines);
         let offset = (units.start * lines_of_unit + line) * LINE;
         prefetch(group.bytes.as_ptr().wrapping_add(offset));
+    }
+}
+
+/// Prefetches all of `bytes`.
+#[inline(always)]
+pub(crate) fn prefetch_bytes(bytes: &[u8]) {
+    for line in bytes.chunks(64) {
+        prefetch(line.as_ptr());
     }
 }
 

@@ -30,9 +30,7 @@ use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
 use crate::gemm::{Output, RowBuffer};
-use crate::kernels::{
-    Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share,
-};
+use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
 use crate::recipe::Recipe;
@@ -526,7 +524,8 @@ impl Weights for GateUpPanels<'_> {
 
     #[inline(always)]
     fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
-        self.expert.gate_up_scales(self.slice, self.first + p, block)
+        self.expert
+            .gate_up_scales(self.slice, self.first + p, block)
     }
 }
 
@@ -732,10 +731,7 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
                 geometry.slice_bytes(),
                 geometry.slices(),
             );
-            let span = Span {
-                unit: 0,
-                block: 0,
-            };
+            let span = Span { unit: 0, block: 0 };
             R::multiply(
                 m,
                 self.prefetching(weights),

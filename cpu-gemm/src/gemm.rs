@@ -224,7 +224,11 @@ fn run<'r, R: Recipe, O: Output>(
                 start,
                 rows,
                 first_group: count,
-                kernel: if R::EXACT { kernel.for_few_tokens(rows) } else { kernel },
+                kernel: if R::EXACT {
+                    kernel.for_few_tokens(rows)
+                } else {
+                    kernel
+                },
                 packed: Latch::new(rows.div_ceil(TOKENS)),
             });
             count += rows.div_ceil(TOKENS);
@@ -255,7 +259,11 @@ fn run<'r, R: Recipe, O: Output>(
         while let Some(task) = region.take() {
             if task < count {
                 let block = job.block_of_group(task);
-                block.kernel.run(Pack { job: &job, block, task });
+                block.kernel.run(Pack {
+                    job: &job,
+                    block,
+                    task,
+                });
                 continue;
             }
             let (block, range) = (

@@ -37,7 +37,11 @@ use crate::vector::Avx2Vector;
 /// 128 bytes of K of one row.
 type UnitRow = [u8; UNIT_ROW_BYTES];
 /// The rows of a unit.
-type UnitRows<'a> = [&'a UnitRow; PANEL_ROWS];
+struct UnitRows<'a> {
+    rows: [&'a UnitRow; PANEL_ROWS],
+    /// Bytes from a row to what is prefetched beside it; 0 for none.
+    ahead: usize,
+}
 /// The accumulators of a panel.
 type Sums<V, const T: usize> = [[V; T]; PANEL_ROWS];
 
@@ -174,7 +178,7 @@ fn s8_widened<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -
                 *wide = widen(&x.as_chunks().0[step]);
             }
         }
-        add_s8_widened::<R, T>(&rows(panel, unit), &wide, &mut sums);
+        add_s8_widened::<R, T>(&UnitRows::new(panel, unit), &wide, &mut sums);
     }
     lanes_i32(&sums)
 }
@@ -186,16 +190,18 @@ fn s8_widened<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -
 #[target_feature(enable = "avx2")]
 #[inline(never)]
 fn add_s8_widened<const R: usize, const T: usize>(
-    rows: &UnitRows<'_>,
+    unit: &UnitRows<'_>,
     x: &[[__m256i; T]; UNIT_ROW_BYTES / 16],
     sums: &mut Sums<__m256i, T>,
 ) {
-    for (rows, sums) in rows
+    for (rows, sums) in unit
+        .rows
         .as_chunks::<R>()
         .0
         .iter()
         .zip(sums.as_chunks_mut::<R>().0)
     {
+        unit.prefetch(rows);
         let mut acc = *sums;
         for (step, x) in x.iter().enumerate() {
             for (row, acc) in rows.iter().zip(&mut acc) {
@@ -219,7 +225,7 @@ fn s8_vnni<const R: usize, const T: usize>(
     let x = units(panel, x);
     let mut acc = [[_mm256_setzero_si256(); T]; PANEL_ROWS];
     for unit in 0..panel.units() {
-        add_s8_vnni::<R, T>(&rows(panel, unit), &of_unit(&x, unit), &mut acc);
+        add_s8_vnni::<R, T>(&UnitRows::new(panel, unit), &of_unit(&x, unit), &mut acc);
     }
     let mut out = lanes_i32(&acc);
     for (out, sum) in out.iter_mut().zip(sums) {
@@ -234,17 +240,19 @@ fn s8_vnni<const R: usize, const T: usize>(
 #[target_feature(enable = "avx2,avxvnni")]
 #[inline(never)]
 fn add_s8_vnni<const R: usize, const T: usize>(
-    rows: &UnitRows<'_>,
+    unit: &UnitRows<'_>,
     x: &[&UnitRow; T],
     sums: &mut Sums<__m256i, T>,
 ) {
     let flip = _mm256_set1_epi8(i8::MIN);
-    for (rows, sums) in rows
+    for (rows, sums) in unit
+        .rows
         .as_chunks::<R>()
         .0
         .iter()
         .zip(sums.as_chunks_mut::<R>().0)
     {
+        unit.prefetch(rows);
         let mut acc = *sums;
         for step in 0..UNIT_ROW_BYTES / 32 {
             for (row, acc) in rows.iter().zip(&mut acc) {
@@ -284,7 +292,7 @@ fn bf16<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lan
                 *wide = widen_bf16(&x.as_chunks().0[step]);
             }
         }
-        add_bf16::<R, T>(&rows(panel, unit), &wide, &mut acc);
+        add_bf16::<R, T>(&UnitRows::new(panel, unit), &wide, &mut acc);
     }
     let add = |a, b| _mm256_add_ps(a, b);
     let mut out = [[0f32; PANEL_ROWS]; T];
@@ -309,13 +317,20 @@ fn bf16<const R: usize, const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lan
 #[target_feature(enable = "avx2,fma")]
 #[inline(never)]
 fn add_bf16<const R: usize, const T: usize>(
-    rows: &UnitRows<'_>,
+    unit: &UnitRows<'_>,
     x: &[[[__m256; 2]; T]; UNIT_ROW_BYTES / 32],
     sums: &mut [Sums<__m256, T>; 2],
 ) {
     let [low, high] = sums;
     let (low, high) = (low.as_chunks_mut::<R>().0, high.as_chunks_mut::<R>().0);
-    for (rows, (low, high)) in rows.as_chunks::<R>().0.iter().zip(low.iter_mut().zip(high)) {
+    for (rows, (low, high)) in unit
+        .rows
+        .as_chunks::<R>()
+        .0
+        .iter()
+        .zip(low.iter_mut().zip(high))
+    {
+        unit.prefetch(rows);
         for (half, sums) in [low, high].into_iter().enumerate() {
             let mut acc = *sums;
             for step in [half, half + 2] {
@@ -370,9 +385,9 @@ fn expand_e4m3<'e>(panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e 
     let (upper, upper_small, lower_small) = (table(UPPER), table(UPPER_SMALL), table(LOWER_SMALL));
     let byte = |b: u8| _mm256_set1_epi8(b as i8);
     let nibble = byte(0x0f);
-    for r in 0..PANEL_ROWS {
-        let row = panel.row(0, r);
-        prefetch(panel, row);
+    let unit = UnitRows::new(panel, 0);
+    for (r, row) in unit.rows.into_iter().enumerate() {
+        unit.prefetch(&[row]);
         for (quarter, codes) in row.as_chunks().0.iter().enumerate() {
             // Quarters 0, 2, 1, 3: unpacking works on halves of the register.
             let v = _mm256_permute4x64_epi64::<0b11_01_10_00>(load(codes));
@@ -414,29 +429,32 @@ fn table(bytes: [u8; 16]) -> __m256i {
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
 }
 
-/// The rows of a unit, with a prefetch of what lies ahead of each.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn rows<'a>(panel: Panel<'a>, unit: usize) -> UnitRows<'a> {
-    let mut rows = [panel.row(unit, 0); PANEL_ROWS];
-    for (r, row) in rows.iter_mut().enumerate() {
-        *row = panel.row(unit, r);
-        prefetch(panel, row);
+impl<'a> UnitRows<'a> {
+    #[inline(always)]
+    fn new(panel: Panel<'a>, unit: usize) -> Self {
+        let mut rows = [panel.row(unit, 0); PANEL_ROWS];
+        for (r, row) in rows.iter_mut().enumerate() {
+            *row = panel.row(unit, r);
+        }
+        Self {
+            rows,
+            ahead: panel.prefetch(),
+        }
     }
-    rows
-}
 
-/// Prefetches what lies ahead of a row's two cache lines, if weights come from memory.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn prefetch(panel: Panel<'_>, row: &UnitRow) {
-    if panel.prefetch() == 0 {
-        return;
-    }
-    for line in row.iter().step_by(64) {
-        // May lie past the end; a prefetch never faults.
-        let ahead = (&raw const *line).wrapping_add(panel.prefetch());
-        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+    /// Prefetches what lies ahead of `rows`, if weights come from memory. A few rows at a time: more
+    /// lines than there are line fill buffers would stall the loads.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn prefetch(&self, rows: &[&UnitRow]) {
+        if self.ahead > 0 {
+            for row in rows {
+                // May lie past the end; a prefetch never faults.
+                let ahead = row.as_ptr().wrapping_add(self.ahead).cast();
+                _mm_prefetch::<_MM_HINT_T0>(ahead);
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
+            }
+        }
     }
 }
 

@@ -102,10 +102,11 @@ impl Products {
 
     /// Every loop that this process can run, the fastest last.
     pub fn available() -> Vec<Self> {
-        let mut found = vec![PORTABLE_INT8, PORTABLE_F32];
         #[cfg(target_arch = "x86_64")]
-        found.extend(x86::available());
-        found
+        let native = x86::available();
+        #[cfg(not(target_arch = "x86_64"))]
+        let native = Vec::new();
+        [vec![PORTABLE_INT8, PORTABLE_F32], native].concat()
     }
 
     /// The fastest for `precision`: the ceiling of this machine.

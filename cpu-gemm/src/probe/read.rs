@@ -25,23 +25,11 @@ impl Reader {
 
     /// Those that this processor can run, widest last.
     pub(super) fn all() -> Vec<Self> {
-        let mut readers = vec![PORTABLE];
         #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx2") {
-                readers.push(Self {
-                    name: "avx2",
-                    read: x86::avx2,
-                });
-            }
-            if is_x86_feature_detected!("avx512f") {
-                readers.push(Self {
-                    name: "avx512",
-                    read: x86::avx512,
-                });
-            }
-        }
-        readers
+        let native = x86::available();
+        #[cfg(not(target_arch = "x86_64"))]
+        let native = Vec::new();
+        [vec![PORTABLE], native].concat()
     }
 
     pub(super) fn name(self) -> &'static str {
@@ -74,7 +62,25 @@ fn portable(bytes: &[u8], _: usize) -> u64 {
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::STEP;
+    use super::{Reader, STEP};
+
+    /// The readers of this processor, widest last.
+    pub(super) fn available() -> Vec<Reader> {
+        let mut found = Vec::new();
+        if is_x86_feature_detected!("avx2") {
+            found.push(Reader {
+                name: "avx2",
+                read: avx2,
+            });
+        }
+        if is_x86_feature_detected!("avx512f") {
+            found.push(Reader {
+                name: "avx512",
+                read: avx512,
+            });
+        }
+        found
+    }
 
     /// Bytes ahead of a step; beyond the buffer, where a prefetch does nothing, too.
     #[inline(always)]
@@ -88,7 +94,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    pub(super) fn avx512(bytes: &[u8], distance: usize) -> u64 {
+    fn avx512(bytes: &[u8], distance: usize) -> u64 {
         let mut sums = [_mm512_setzero_si512(); 2];
         for step in bytes.as_chunks::<STEP>().0 {
             if distance > 0 {
@@ -104,7 +110,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2")]
-    pub(super) fn avx2(bytes: &[u8], distance: usize) -> u64 {
+    fn avx2(bytes: &[u8], distance: usize) -> u64 {
         let mut sums = [_mm256_setzero_si256(); 4];
         for step in bytes.as_chunks::<STEP>().0 {
             if distance > 0 {

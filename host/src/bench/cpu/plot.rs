@@ -20,6 +20,9 @@ pub struct PlotError {
 
 const SIZE: (u32, u32) = (860, 480);
 const FONT: &str = "sans-serif";
+// plotters draws letters at 0.8 of these.
+const TITLE: u32 = 19;
+const LABEL: u32 = 16;
 
 /// Draws one SVG file for each shape into `folder`, which is made if it is missing: a line for each
 /// format, share of the nearer ceiling against rows or tokens. Returns the files.
@@ -72,7 +75,7 @@ fn draw(report: &Report, shape: Shape, path: &Path) -> Result<(), Box<dyn std::e
         machine.cpu, machine.threads, report.isa, machine.commit
     );
     let mut chart = ChartBuilder::on(&area)
-        .caption(title, (FONT, 16))
+        .caption(title, (FONT, TITLE))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
@@ -90,7 +93,7 @@ fn draw(report: &Report, shape: Shape, path: &Path) -> Result<(), Box<dyn std::e
         .y_desc("share of the nearer ceiling")
         .x_label_formatter(&|size| format!("{size:.0}"))
         .y_label_formatter(&|share| format!("{:.0} %", share * 100.0))
-        .label_style((FONT, 13))
+        .label_style((FONT, LABEL))
         .draw()?;
     for (index, format) in formats.into_iter().enumerate() {
         let color = Palette99::pick(index).to_rgba();
@@ -109,7 +112,7 @@ fn draw(report: &Report, shape: Shape, path: &Path) -> Result<(), Box<dyn std::e
         .position(SeriesLabelPosition::LowerRight)
         .background_style(WHITE.mix(0.8))
         .border_style(BLACK)
-        .label_font((FONT, 13))
+        .label_font((FONT, LABEL))
         .draw()?;
     area.present()?;
     Ok(())

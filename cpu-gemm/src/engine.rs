@@ -12,7 +12,7 @@ use crate::ffn::{self, Call, Destination, ExpertGroup};
 use crate::gemm::{self, GroupRange, Output};
 use crate::isa::{Features, ISA_VARIABLE, Isa};
 use crate::kernels::Kernel;
-use crate::matrix::{Bf16Weights, Int8Rows, Int8Weights, MatrixMut, MatrixRef};
+use crate::matrix::{Bf16Weights, Fp8Weights, Int8Rows, Int8Weights, MatrixMut, MatrixRef};
 use crate::pool::{Workers, default_workers};
 use crate::tokens::Rows;
 use crate::validate::same;
@@ -250,6 +250,25 @@ impl Engine {
         self.workspaces.with(|workspace| {
             let workers = self.workers.as_ref();
             gemm::int8_gemm(self.kernel, workers, workspace, a, b, groups, d)
+        })
+    }
+
+    /// The same for fp8 weights: the bf16 products of each 128 of K are summed in f32, and
+    /// `sum * scale` is added block after block with fused multiply-adds. The codes become bf16
+    /// exactly.
+    ///
+    /// # Errors
+    /// As [`Engine::grouped_gemm_bf16`].
+    pub fn grouped_gemm_fp8<O: Output>(
+        &self,
+        a: MatrixRef<'_, bf16>,
+        b: Fp8Weights<'_>,
+        groups: &[GroupRange],
+        d: MatrixMut<'_, O>,
+    ) -> Result<(), CpuError> {
+        self.workspaces.with(|workspace| {
+            let workers = self.workers.as_ref();
+            gemm::fp8_gemm(self.kernel, workers, workspace, a, b, groups, d)
         })
     }
 }

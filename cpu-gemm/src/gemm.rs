@@ -14,13 +14,15 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES};
+use asym_gemm_formats::fp8;
 use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
 use crate::kernels::{Body, Kernel, Multiply, Panel, prefetch_share};
 use crate::matrix::{
-    Bf16Weights, Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef,
+    Bf16Weights, Codes, Fp8Weights, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef,
+    WeightsRef,
 };
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
@@ -124,9 +126,34 @@ pub(crate) fn bf16_gemm<O: Output>(
             sums: Some(&[0]),
         },
         b: codes,
-        scales: None,
+        scales: RowScales::One,
     };
     run::<recipe::Bf16, O>(kernel, workers, workspace, shape, &operands, groups, d)
+}
+
+/// bf16 A, fp8 B, f32 sums.
+pub(crate) fn fp8_gemm<O: Output>(
+    kernel: Kernel,
+    workers: &dyn Workers,
+    workspace: &mut Workspace,
+    a: MatrixRef<'_, bf16>,
+    b: Fp8Weights<'_>,
+    groups: &[GroupRange],
+    d: MatrixMut<'_, O>,
+) -> Result<(), CpuError> {
+    let shape = validate((a.rows(), a.cols()), b.codes.shape(), groups, &d)?;
+    // The rows of A have no scales of their own.
+    let ones = vec![1.0; recipe::Fp8::blocks(shape.k)];
+    let operands = Operands {
+        a: |row: usize| EncodedRow {
+            codes: bytemuck::cast_slice(a.row(row)),
+            scales: &ones,
+            sums: Some(&[]),
+        },
+        b: b.codes,
+        scales: RowScales::Each128(b.scales),
+    };
+    run::<recipe::Fp8, O>(kernel, workers, workspace, shape, &operands, groups, d)
 }
 
 /// int8 operands, i32 sums within a scale's reach.
@@ -161,7 +188,7 @@ pub(crate) fn int8_gemm<O: Output>(
             sums: None,
         },
         b: b.codes,
-        scales: Some(b.scales),
+        scales: RowScales::EachRow(b.scales),
     };
     match b.scaling {
         Int8Scaling::PerRow => {
@@ -178,8 +205,18 @@ struct Operands<'a, A> {
     /// Row of A by number.
     a: A,
     b: Codes<'a>,
-    /// [G, N, blocks]; ones if absent.
-    scales: Option<WeightsRef<'a, f32>>,
+    scales: RowScales<'a>,
+}
+
+/// What B's rows are scaled with.
+#[derive(Clone, Copy)]
+enum RowScales<'a> {
+    /// Nothing.
+    One,
+    /// [G, N, blocks].
+    EachRow(WeightsRef<'a, f32>),
+    /// [G, N/128, blocks].
+    Each128(WeightsRef<'a, f32>),
 }
 
 /// At most [`BLOCK_ROWS`] rows of one group.
@@ -358,7 +395,7 @@ struct Multiplication<'j, 'a, 'r, R, O, A> {
 /// The panels of a task, where they lie or copied.
 struct TaskPanels<'t> {
     b: Codes<'t>,
-    scales: Option<WeightsRef<'t, f32>>,
+    scales: RowScales<'t>,
     copies: &'t [u8],
     weight: usize,
     /// First panel of the task.
@@ -392,13 +429,18 @@ impl Weights for TaskPanels<'_> {
 
     #[inline(always)]
     fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
-        let Some(scales) = &self.scales else {
-            return [1.0; PANEL_ROWS];
-        };
         let (first, rows) = self.rows(p);
-        let mut lanes = [0.0; PANEL_ROWS];
-        for (r, lane) in lanes[..rows].iter_mut().enumerate() {
-            *lane = scales.row(self.weight, first + r)[block];
+        let mut lanes = [1.0; PANEL_ROWS];
+        match &self.scales {
+            RowScales::One => {}
+            RowScales::EachRow(scales) => {
+                for (r, lane) in lanes[..rows].iter_mut().enumerate() {
+                    *lane = scales.row(self.weight, first + r)[block];
+                }
+            }
+            RowScales::Each128(scales) => {
+                lanes = [scales.row(self.weight, first / fp8::BLOCK)[block]; PANEL_ROWS];
+            }
         }
         lanes
     }

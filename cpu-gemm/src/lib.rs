@@ -43,8 +43,8 @@ pub use ffn::ExpertGroup;
 pub use gemm::{GroupRange, Output};
 pub use isa::{Features, ISA_VARIABLE, Isa};
 pub use matrix::{
-    Bf16Weights, Int8Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, PackedRef,
-    WeightElement, WeightsRef,
+    Bf16Weights, Fp8Codes, Fp8Weights, Int8Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut,
+    MatrixRef, PackedRef, WeightElement, WeightsRef,
 };
 pub use memory::HugeBuffer;
 pub use router::{Router, router_logits};

@@ -1,6 +1,7 @@
 //! Borrowed matrices: row-major with strides in elements, or packed in panels.
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::fp8;
 use bytemuck::Pod;
 use half::bf16;
 
@@ -190,13 +191,15 @@ impl<'a, T> WeightsRef<'a, T> {
 mod sealed {
     pub trait Sealed {}
     impl Sealed for i8 {}
+    impl Sealed for u8 {}
     impl Sealed for half::bf16 {}
 }
 
-/// Elements of weights: bf16 or int8 codes.
+/// Elements of weights: bf16, int8 codes, or e4m3 codes as bytes.
 pub trait WeightElement: Pod + sealed::Sealed {}
 
 impl WeightElement for i8 {}
+impl WeightElement for u8 {}
 impl WeightElement for bf16 {}
 
 /// The B operands of a grouped GEMM [G, N, K] in panels, as a weight bank stores them: each 16 rows
@@ -507,5 +510,51 @@ impl<'a> Int8Weights<'a> {
             scales,
             scaling,
         })
+    }
+}
+
+/// e4m3 codes of the B operands, row-major ([`WeightsRef`]) or packed ([`PackedRef`]).
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Codes<'a>(Codes<'a>);
+
+impl<'a> From<WeightsRef<'a, u8>> for Fp8Codes<'a> {
+    fn from(weights: WeightsRef<'a, u8>) -> Self {
+        Self(weights.into())
+    }
+}
+
+impl<'a> From<PackedRef<'a, u8>> for Fp8Codes<'a> {
+    fn from(weights: PackedRef<'a, u8>) -> Self {
+        Self(weights.into())
+    }
+}
+
+/// The fp8 B operands of a GEMM: e4m3 codes with one scale for each 128 rows and 128 columns.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Weights<'a> {
+    pub(crate) codes: Codes<'a>,
+    pub(crate) scales: WeightsRef<'a, f32>,
+}
+
+impl<'a> Fp8Weights<'a> {
+    /// Codes [G, N, K] and scales [G, N/128, K/128], rounded up.
+    ///
+    /// # Errors
+    /// Shapes that do not fit each other.
+    pub fn new(
+        codes: impl Into<Fp8Codes<'a>>,
+        scales: WeightsRef<'a, f32>,
+    ) -> Result<Self, CpuError> {
+        let Fp8Codes(codes) = codes.into();
+        let [groups, rows, cols] = codes.shape();
+        let blocks = |len: usize| len.div_ceil(fp8::BLOCK);
+        same("the number of matrices of scales", groups, scales.groups())?;
+        same("the number of rows of scales", blocks(rows), scales.rows())?;
+        same(
+            "the number of columns of scales",
+            blocks(cols),
+            scales.cols(),
+        )?;
+        Ok(Self { codes, scales })
     }
 }

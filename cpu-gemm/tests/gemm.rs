@@ -3,8 +3,8 @@
 mod common;
 
 use asym_gemm_cpu::{
-    CpuError, Engine, GroupRange, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, Output,
-    WeightsRef,
+    CpuError, Engine, Fp8Weights, GroupRange, Int8Rows, Int8Scaling, Int8Weights, MatrixMut,
+    MatrixRef, Output, PackedRef, WeightsRef,
 };
 use asym_gemm_formats::WeightFormat;
 use common::*;
@@ -187,6 +187,162 @@ fn bf16_has_one_order_of_additions() {
         if has_portable_order(name) {
             assert_same(name, &whole, first.get_or_insert_with(|| whole.clone()));
         }
+    }
+}
+
+/// e4m3 by its definition, NaN excluded.
+fn e4m3(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+    let magnitude = match exponent {
+        0 => mantissa / 8.0 * 2f64.powi(-6),
+        _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+    };
+    if code & 0x80 == 0 {
+        magnitude
+    } else {
+        -magnitude
+    }
+}
+
+/// All codes, blocks of very different scales, N and K across block borders; row-major with gaps
+/// and packed weights give the same bytes.
+#[test]
+fn fp8_within_its_bound() {
+    let mut cases = Case::all();
+    cases.push(Case {
+        m: 50,
+        n: 272,
+        k: 256,
+        groups: [(1, 0, 49), (0, 49, 50)]
+            .map(|(weight, start, end)| GroupRange { weight, start, end })
+            .to_vec(),
+    });
+    for case in cases {
+        let Case { m, n, k, .. } = case;
+        let (row_blocks, blocks) = (n.div_ceil(128), k.div_ceil(128));
+        let mut rng = rng((n * 1000 + k) as u64);
+        let a: Vec<bf16> = uniform(&mut rng, m * (k + GAP), 2.0)
+            .into_iter()
+            .map(bf16::from_f32)
+            .collect();
+        let strides = [n * (k + 1) + 5, k + 1];
+        let b: Vec<u8> = (0..WEIGHTS * strides[0])
+            .map(|_| match rng.random() {
+                0x7f => 0x7e,
+                0xff => 0xfe,
+                code => code,
+            })
+            .collect();
+        let scales: Vec<f32> = (0..WEIGHTS * row_blocks * blocks)
+            .map(|_| rng.random_range(0.5f32..2.0) * 10f32.powi(rng.random_range(-3..3)))
+            .collect();
+        let a = MatrixRef::new(&a, m, k, k + GAP).unwrap();
+        let codes = WeightsRef::new(&b, [WEIGHTS, n, k], strides).unwrap();
+        let scales = WeightsRef::new(
+            &scales,
+            [WEIGHTS, row_blocks, blocks],
+            [row_blocks * blocks, blocks],
+        )
+        .unwrap();
+        let mut packed = vec![0xa5; PackedRef::<u8>::bytes([WEIGHTS, n, k]).unwrap()];
+        codes.pack(&mut packed).unwrap();
+        let packed = PackedRef::<u8>::new(&packed, [WEIGHTS, n, k]).unwrap();
+        let rows = Fp8Weights::new(codes, scales).unwrap();
+        let packed = Fp8Weights::new(packed, scales).unwrap();
+        for engine in engines() {
+            let name = engine.kernel_name(WeightFormat::Fp8Block128);
+            let f32s = run(&case, -777.0f32, |d| {
+                engine.grouped_gemm_fp8(a, rows, &case.groups, d)
+            });
+            let from_packed = run(&case, -777.0f32, |d| {
+                engine.grouped_gemm_fp8(a, packed, &case.groups, d)
+            });
+            assert_eq!(f32s, from_packed, "{name} m {m} n {n} k {k}: packed");
+            let bf16s = run(&case, bf16::from_f32(-777.0), |d| {
+                engine.grouped_gemm_fp8(a, packed, &case.groups, d)
+            });
+            for row in 0..m {
+                let Some(weight) = case.weight_of(row) else {
+                    continue;
+                };
+                for col in 0..n {
+                    let scales = scales.row(weight, col / 128);
+                    let (mut want, mut magnitude) = (0f64, 0f64);
+                    for (i, (a, &code)) in a.row(row).iter().zip(codes.row(weight, col)).enumerate()
+                    {
+                        let product = a.to_f64() * e4m3(code) * f64::from(scales[i / 128]);
+                        want += product;
+                        magnitude += product.abs();
+                    }
+                    let got = f32s[row].as_ref().unwrap()[col];
+                    assert!(
+                        (f64::from(got) - want).abs() <= sum_bound(k, magnitude),
+                        "{name} m {m} n {n} k {k} at {row}, {col}: {got} for {want}"
+                    );
+                    assert_eq!(
+                        bf16s[row].as_ref().unwrap()[col],
+                        bf16::from_f32(got),
+                        "rounded once"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// NaN weights, and NaN or infinite scales, reach the columns that they belong to and no other.
+#[test]
+fn fp8_keeps_nan_where_it_is() {
+    let (m, n, k) = (5, 140, 130);
+    let a = vec![bf16::ONE; m * k];
+    let a = MatrixRef::new(&a, m, k, k).unwrap();
+    let mut codes = vec![0x38u8; n * k];
+    codes[17 * k + 129] = 0xff;
+    let scales = [1.0, 1.0, 1.0, f32::NAN];
+    let b = Fp8Weights::new(
+        WeightsRef::new(&codes, [1, n, k], [n * k, k]).unwrap(),
+        WeightsRef::new(&scales, [1, 2, 2], [4, 2]).unwrap(),
+    )
+    .unwrap();
+    let group = [GroupRange {
+        weight: 0,
+        start: 0,
+        end: m,
+    }];
+    for engine in engines() {
+        let mut d = vec![0f32; m * n];
+        engine
+            .grouped_gemm_fp8(a, b, &group, MatrixMut::new(&mut d, m, n, n).unwrap())
+            .unwrap();
+        for (i, &d) in d.iter().enumerate() {
+            let column = i % n;
+            let nan = column == 17 || column >= 128;
+            assert!(d.is_nan() == nan && (nan || d == 130.0), "{column}: {d}");
+        }
+    }
+}
+
+#[test]
+fn fp8_scales_of_another_shape_are_refused() {
+    let codes = vec![0u8; 2 * 130 * 129];
+    let codes = WeightsRef::new(&codes, [2, 130, 129], [130 * 129, 129]).unwrap();
+    let ones = [1f32; 520];
+    for (shape, what, expected, actual) in [
+        ([1, 2, 2], "the number of matrices of scales", 2, 1),
+        ([2, 130, 2], "the number of rows of scales", 2, 130),
+        ([2, 1, 2], "the number of rows of scales", 2, 1),
+        ([2, 2, 1], "the number of columns of scales", 2, 1),
+    ] {
+        let strides = [shape[1] * shape[2], shape[2]];
+        let scales = WeightsRef::new(&ones, shape, strides).unwrap();
+        expect_error(
+            Fp8Weights::new(codes, scales).map(|_| ()),
+            CpuError::Mismatch {
+                what,
+                expected,
+                actual,
+            },
+        );
     }
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, UNIT_ROW_BYTES};
+use half::bf16;
 
 /// Grouped GEMM: for each of `experts`, some rows of A times its B [N, K].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,7 +132,11 @@ impl Block {
         match self.shape {
             // A and its packed copy, D in bf16.
             Shape::Gemm(GemmShape { experts, n, k }) => {
-                experts * size * (2 * k * self.format.element_bytes() + 2 * n)
+                let element_bytes = match self.format {
+                    WeightFormat::Fp8Block128 => size_of::<bf16>(),
+                    format => format.element_bytes(),
+                };
+                experts * size * (2 * k * element_bytes + 2 * n)
             }
             // x and out in bf16; h and y of each routed row.
             Shape::Layer(shape) => {

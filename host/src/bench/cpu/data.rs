@@ -67,6 +67,8 @@ pub(super) enum Pattern {
     Int8,
     /// Every pair of bytes a bf16 of 0.5 to 2, of either sign.
     Bf16,
+    /// Every byte an e4m3 of 0.5 to 2, of either sign.
+    Fp8,
 }
 
 /// Fills `bytes` with random operands, the same for the same seed on any workers.
@@ -81,6 +83,8 @@ pub(super) fn fill(
         Pattern::Int8 => bits,
         // Sign and mantissa stay random; 0x3f00 and 0x3f80 are 0.5 and 1.
         Pattern::Bf16 => bits & 0x80ff_80ff_80ff_80ff | 0x3f00_3f00_3f00_3f00,
+        // Likewise; 0x30 and 0x38 are 0.5 and 1.
+        Pattern::Fp8 => bits & 0x8f8f_8f8f_8f8f_8f8f | 0x3030_3030_3030_3030,
     };
     for_chunks(workers, bytes, CHUNK, |index, chunk| {
         let mut random = Random::new(seed << 32 | index as u64);
@@ -98,7 +102,7 @@ pub(super) fn fill(
 mod tests {
     use super::*;
     use asym_gemm_cpu::pool::SpinPool;
-    use asym_gemm_formats::bf16;
+    use asym_gemm_formats::{bf16, e4m3};
 
     #[test]
     fn fills_depend_on_the_seed_only_and_are_operands() {
@@ -113,6 +117,10 @@ mod tests {
         assert_ne!(int8, filled(1, Pattern::Int8, 8));
         for bytes in filled(1, Pattern::Bf16, 7).as_chunks::<2>().0 {
             let value = bf16::decode(u16::from_le_bytes(*bytes)).abs();
+            assert!((0.5..2.0).contains(&value), "{value}");
+        }
+        for &code in &filled(1, Pattern::Fp8, 7) {
+            let value = e4m3::decode(code).abs();
             assert!((0.5..2.0).contains(&value), "{value}");
         }
     }

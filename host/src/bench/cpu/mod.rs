@@ -36,12 +36,6 @@ pub enum BenchError {
     /// A kernel or the workers refused.
     #[error(transparent)]
     Cpu(#[from] CpuError),
-    /// A block of a GEMM that the engine does not have.
-    #[error("there is no grouped GEMM for {format} weights")]
-    NoGemm {
-        /// The format.
-        format: WeightFormat,
-    },
     /// There is not even memory for the smallest block of the plan.
     #[error(transparent)]
     Memory(#[from] MemoryShort),

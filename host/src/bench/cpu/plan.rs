@@ -38,12 +38,7 @@ const WIDE_LAYER: LayerShape = LayerShape {
     top_k: 8,
 };
 
-const GEMM_FORMATS: [WeightFormat; 3] = [
-    WeightFormat::Int8PerRow,
-    WeightFormat::Int8Block128,
-    WeightFormat::Bf16,
-];
-const LAYER_FORMATS: [WeightFormat; 4] = [
+const FORMATS: [WeightFormat; 4] = [
     WeightFormat::Int8PerRow,
     WeightFormat::Int8Block128,
     WeightFormat::Fp8Block128,
@@ -81,10 +76,10 @@ impl Plan {
         let layers = [NARROW_LAYER, WIDE_LAYER];
         let gemms = gemms
             .iter()
-            .flat_map(|&s| GEMM_FORMATS.map(|f| gemm(s, f, &rows)));
+            .flat_map(|&s| FORMATS.map(|f| gemm(s, f, &rows)));
         let layers = layers
             .iter()
-            .flat_map(|&s| LAYER_FORMATS.map(|f| layer(s, f, &tokens)));
+            .flat_map(|&s| FORMATS.map(|f| layer(s, f, &tokens)));
         Self {
             blocks: gemms.chain(layers).collect(),
             weight_bytes: WEIGHT_BYTES,
@@ -185,7 +180,7 @@ mod tests {
     #[test]
     fn the_full_plan_has_every_shape_in_every_format() {
         let plan = Plan::full();
-        let (gemms, layers) = (3 * GEMM_FORMATS.len(), 2 * LAYER_FORMATS.len());
+        let (gemms, layers) = (3 * FORMATS.len(), 2 * FORMATS.len());
         assert_eq!(plan.blocks.len(), gemms + layers);
         assert_eq!(plan.sizes(), 10 * gemms + 5 * layers);
         let quick = Plan::quick();

@@ -18,6 +18,7 @@
 pub mod args;
 pub mod elementwise;
 pub mod gemm;
+pub mod relay;
 pub mod schedule;
 pub mod tile;
 

@@ -36,6 +36,11 @@ pub struct TileCoord {
     pub column: u32,
     /// Weight matrix of the group.
     pub weight: u32,
+    /// Number of the column tile, over all groups that have rows: the order in which weights
+    /// are needed.
+    pub column_tile: u32,
+    /// Row tiles of the group: how many tiles share these weights.
+    pub row_tiles: u32,
 }
 
 /// Number of tiles of a group with `rows` rows.
@@ -56,6 +61,8 @@ pub struct TileWalker<G> {
     group: Group,
     /// Number of the current group's first tile.
     base: u32,
+    /// Number of the current group's first column tile.
+    column_base: u32,
 }
 
 impl<G: Groups> TileWalker<G> {
@@ -78,7 +85,14 @@ impl<G: Groups> TileWalker<G> {
             index: 0,
             group,
             base: 0,
+            column_base: 0,
         }
+    }
+
+    /// Walker over the column tiles of all groups that have rows, in order.
+    #[inline(always)]
+    pub fn columns(groups: G, n: u32, tile_n: u32) -> Self {
+        Self::new(groups, n, u32::MAX, tile_n, 0, 1)
     }
 
     /// The block's next tile.
@@ -95,6 +109,7 @@ impl<G: Groups> TileWalker<G> {
                 break;
             }
             self.base += tiles;
+            self.column_base += if tiles > 0 { self.n_tiles } else { 0 };
             self.index += 1;
             if self.index < self.groups.count() {
                 self.group = self.groups.get(self.index);
@@ -111,6 +126,8 @@ impl<G: Groups> TileWalker<G> {
             row_end: self.group.end,
             column: column_tile * self.tile_n,
             weight: self.group.weight,
+            column_tile: self.column_base + column_tile,
+            row_tiles,
         })
     }
 }
@@ -150,8 +167,14 @@ mod tests {
         ];
         for counts in cases {
             let groups = groups(counts);
-            for (tile_m, tile_n) in [(128, 128), (64, 256)] {
+            for (tile_m, tile_n) in [(128, 128), (128, 256), (64, 256)] {
                 for n in [1, 127, 128, 129, 512, 700] {
+                    let mut columns = Vec::new();
+                    let mut walker = TileWalker::columns(&groups[..], n, tile_n);
+                    while let Some(t) = walker.next_tile() {
+                        assert_eq!((t.column_tile, t.row_tiles), (columns.len() as u32, 1));
+                        columns.push((t.weight, t.column));
+                    }
                     for blocks in [1, 2, 132] {
                         let mut seen = HashSet::new();
                         for block in 0..blocks {
@@ -161,6 +184,8 @@ mod tests {
                                 let group = groups[t.weight as usize];
                                 assert!(t.row >= group.start && t.row < t.row_end && t.column < n);
                                 assert_eq!(t.row_end, group.end);
+                                assert_eq!(columns[t.column_tile as usize], (t.weight, t.column));
+                                assert_eq!(t.row_tiles, (group.end - group.start).div_ceil(tile_m));
                                 assert!(seen.insert((t.weight, t.row, t.column)));
                             }
                         }

@@ -1,21 +1,23 @@
 //! Tile shapes of the grouped GEMM and the shared memory they need.
 //!
-//! Two consumer warpgroups share a tile; each owns 64 rows x 128 columns of
-//! accumulators. Stacked along M they make the square tile, side by side along N
-//! the one for experts with few rows, whose weights are then read once:
+//! Two consumer warpgroups share a tile, 64 rows of accumulators each. They are stacked
+//! along M, or lie side by side along N in the tile for experts with few rows, whose
+//! weights are then read once:
 //!
 //! ```text
-//! M128N128: | consumer 0 |      M64N256: | consumer 0 | consumer 1 |
-//!           | consumer 1 |
+//! M128N256, M128N128: | consumer 0 |      M64N256: | consumer 0 | consumer 1 |
+//!                     | consumer 1 |
 //! ```
 //!
-//! One stage holds 128 bytes of K (64 bf16 or 128 int8) of both operands, in rows of
-//! 128 bytes with the 128-byte swizzle:
+//! One stage holds 128 bytes of K (64 bf16, or 128 int8 or e4m3) of both operands, in rows
+//! of 128 bytes with the 128-byte swizzle:
 //!
 //! ```text
-//! stage 0 .. S-1: A tile | B tile     (each 1024-byte aligned)
-//! staging         2 x 64 rows x 128 columns of bf16
-//! barriers        full[S], empty[S]
+//! stage 0 .. S-1   A tile | B tile                  (each 1024-byte aligned)
+//! staging          8 warps x 16 rows x 64 columns of bf16
+//! step scales      S x (f32 for each row | f32 for each column)
+//! tile values      2 x (row scales | column scales | bias), f32
+//! barriers         full[S], empty[S], values_full[2], values_empty[2]
 //! ```
 
 /// Bytes of K in one stage and of one swizzled row.
@@ -24,8 +26,6 @@ pub const STEP_BYTES: u32 = 128;
 pub const PANEL_ROWS: u32 = asym_gemm_formats::bank::PANEL_ROWS as u32;
 /// Rows of D that one warpgroup accumulates.
 pub const WARPGROUP_M: u32 = 64;
-/// Columns of D that one warpgroup accumulates.
-pub const WARPGROUP_N: u32 = 128;
 /// Consumer warpgroups.
 pub const CONSUMERS: u32 = 2;
 /// Threads of a block: one producer warpgroup and the consumers.
@@ -34,8 +34,16 @@ pub const THREADS: u32 = 128 * (1 + CONSUMERS);
 pub const A_BOX_ROWS: u32 = 64;
 /// Weight rows that one TMA load of B takes: 8 panels of 16.
 pub const B_BOX_ROWS: u32 = 128;
-/// Bytes of the staging area of one consumer for bf16 output.
-pub const STAGING_BYTES: u32 = WARPGROUP_M * WARPGROUP_N * 2;
+/// Bytes of one box of B in shared memory.
+pub const B_BOX_BYTES: u32 = B_BOX_ROWS * STEP_BYTES;
+/// Rows of D that one warp accumulates and stages.
+pub const WARP_ROWS: u32 = 16;
+/// Columns of D that a warp stages at a time: one swizzled row of bf16.
+pub const STAGING_COLUMNS: u32 = STEP_BYTES / 2;
+/// Bytes of one warp's staging area for bf16 output.
+pub const STAGING_BYTES: u32 = WARP_ROWS * STEP_BYTES;
+/// Buffers of tile values: one in use, one being filled.
+pub const VALUE_BUFFERS: u32 = 2;
 
 /// A tile shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,17 +56,24 @@ pub struct Tile {
     pub stages: u32,
 }
 
-/// 128 x 128, six stages.
+/// 128 x 256, four stages: the least traffic for each operation, where one accumulator a
+/// thread and element suffices.
+pub const M128N256: Tile = Tile {
+    m: 128,
+    n: 256,
+    stages: 4,
+};
+/// 128 x 128, six stages: leaves registers for a second accumulator.
 pub const M128N128: Tile = Tile {
     m: 128,
     n: 128,
     stages: 6,
 };
-/// 64 x 256, four stages: for experts of at most 64 rows.
+/// 64 x 256, five stages: for experts of at most 64 rows.
 pub const M64N256: Tile = Tile {
     m: 64,
     n: 256,
-    stages: 4,
+    stages: 5,
 };
 
 impl Tile {
@@ -72,7 +87,7 @@ impl Tile {
         self.n * STEP_BYTES
     }
 
-    /// Bytes of a stage: what one full barrier expects.
+    /// Bytes of a stage: what the copies of one stage bring.
     pub const fn stage_bytes(self) -> u32 {
         self.a_bytes() + self.b_bytes()
     }
@@ -82,19 +97,49 @@ impl Tile {
         self.stages * self.stage_bytes()
     }
 
-    /// Offset of the full barriers; the empty ones follow.
+    /// Offset of the scales that come with each stage.
+    pub const fn step_scales_offset(self) -> u32 {
+        self.staging_offset() + CONSUMERS * 4 * STAGING_BYTES
+    }
+
+    /// Bytes of one stage's scales: rows, then columns.
+    pub const fn step_scales_bytes(self) -> u32 {
+        (self.m + self.n) * 4
+    }
+
+    /// Offset of the values that come with each tile.
+    pub const fn values_offset(self) -> u32 {
+        self.step_scales_offset() + self.stages * self.step_scales_bytes()
+    }
+
+    /// Bytes of one tile's values: row scales, column scales, bias.
+    pub const fn values_bytes(self) -> u32 {
+        (self.m + 2 * self.n) * 4
+    }
+
+    /// Offset of the barriers.
     pub const fn barrier_offset(self) -> u32 {
-        self.staging_offset() + CONSUMERS * STAGING_BYTES
+        self.values_offset() + VALUE_BUFFERS * self.values_bytes()
     }
 
     /// Dynamic shared memory of a block.
     pub const fn shared_bytes(self) -> u32 {
-        self.barrier_offset() + 2 * self.stages * 8
+        self.barrier_offset() + 2 * (self.stages + VALUE_BUFFERS) * 8
     }
 
     /// Consumers stacked along M (the others lie side by side along N).
     pub const fn consumers_m(self) -> u32 {
         self.m / WARPGROUP_M
+    }
+
+    /// Columns of D that one warpgroup accumulates.
+    pub const fn warpgroup_n(self) -> u32 {
+        self.n * self.consumers_m() / CONSUMERS
+    }
+
+    /// Boxes of B in a stage.
+    pub const fn b_boxes(self) -> u32 {
+        self.n / B_BOX_ROWS
     }
 }
 
@@ -107,13 +152,14 @@ pub const fn swizzled_chunk(row: u32, chunk: u32) -> u32 {
 const _: () = {
     /// Dynamic shared memory that a block may ask for on sm_90.
     const SM90_SHARED: u32 = 232_448;
-    let tiles = [M128N128, M64N256];
+    let tiles = [M128N256, M128N128, M64N256];
     let mut i = 0;
     while i < tiles.len() {
         let t = tiles[i];
         assert!(t.shared_bytes() <= SM90_SHARED);
         assert!(t.a_bytes().is_multiple_of(1024) && t.b_bytes().is_multiple_of(1024));
-        assert!(t.m * t.n == CONSUMERS * WARPGROUP_M * WARPGROUP_N);
+        assert!(t.barrier_offset().is_multiple_of(8));
+        assert!(t.m * t.n == CONSUMERS * WARPGROUP_M * t.warpgroup_n());
         i += 1;
     }
 };

@@ -1,15 +1,15 @@
-//! Barriers, shuffles and register reallocation.
+//! Warp barriers, shuffles and register reallocation.
 
 use core::arch::asm;
 
-/// Waits for `THREADS` threads at the named barrier `ID` (0 is `bar_sync_block`'s).
+/// Waits for all lanes of the warp and orders their accesses to memory.
 ///
 /// # Safety
-/// All threads that take part must arrive, warp by warp converged.
+/// All 32 lanes must arrive.
 #[inline(always)]
-pub(crate) unsafe fn bar_sync<const ID: u32, const THREADS: u32>() {
+pub(crate) unsafe fn warp() {
     // SAFETY: the caller keeps the arrival rule.
-    unsafe { asm!("bar.sync {0}, {1};", const ID, const THREADS, options(nostack)) }
+    unsafe { asm!("bar.warp.sync 0xffffffff;", options(nostack)) }
 }
 
 /// Lane 0's value in every lane.

@@ -1,0 +1,146 @@
+//! Buffers in shared memory that one role fills and another empties, and where they lie.
+
+use crate::ptx::mbarrier;
+use crate::tile::{self, Tile};
+
+/// A role's position in a ring of buffers with a full and an empty barrier each.
+#[derive(Clone, Copy)]
+pub(super) struct Pipeline {
+    barriers: u32,
+    depth: u32,
+    /// Current buffer.
+    pub(super) slot: u32,
+    /// Flips each time the ring wraps.
+    pub(super) phase: u32,
+}
+
+impl Pipeline {
+    #[inline(always)]
+    const fn new(barriers: u32, depth: u32) -> Self {
+        Self {
+            barriers,
+            depth,
+            slot: 0,
+            phase: 0,
+        }
+    }
+
+    /// Initialises all barriers for `fill` arrivals of those that fill a buffer and `empty` of
+    /// those that empty it.
+    ///
+    /// # Safety
+    /// One thread does it before anybody uses them.
+    #[inline(always)]
+    pub(super) unsafe fn initialise(mut self, fill: u32, empty: u32) {
+        while self.slot < self.depth {
+            // SAFETY: the caller's contract.
+            unsafe {
+                mbarrier::init(self.full(), fill);
+                mbarrier::init(self.empty(), empty);
+            }
+            self.slot += 1;
+        }
+    }
+
+    /// Barrier that completes when the buffer is filled.
+    #[inline(always)]
+    pub(super) fn full(&self) -> u32 {
+        self.barriers + self.slot * 8
+    }
+
+    /// Barrier that completes when the buffer is free again.
+    #[inline(always)]
+    pub(super) fn empty(&self) -> u32 {
+        self.barriers + (self.depth + self.slot) * 8
+    }
+
+    /// Waits until the buffer is filled.
+    ///
+    /// # Safety
+    /// The barriers are initialised.
+    #[inline(always)]
+    pub(super) unsafe fn wait_full(&self) {
+        // SAFETY: the caller's contract.
+        unsafe { mbarrier::wait(self.full(), self.phase) }
+    }
+
+    /// Waits until the buffer is free; at once in the first round.
+    ///
+    /// # Safety
+    /// The barriers are initialised.
+    #[inline(always)]
+    pub(super) unsafe fn wait_empty(&self) {
+        // SAFETY: the caller's contract.
+        unsafe { mbarrier::wait(self.empty(), self.phase ^ 1) }
+    }
+
+    /// Goes to the next buffer.
+    #[inline(always)]
+    pub(super) fn advance(&mut self) {
+        self.slot += 1;
+        if self.slot == self.depth {
+            self.slot = 0;
+            self.phase ^= 1;
+        }
+    }
+}
+
+/// The block's shared memory (see [`crate::tile`]).
+#[derive(Clone, Copy)]
+pub(super) struct Shared {
+    base: u32,
+    tile: Tile,
+}
+
+impl Shared {
+    #[inline(always)]
+    pub(super) const fn new(base: u32, tile: Tile) -> Self {
+        Self { base, tile }
+    }
+
+    /// The stages' pipeline.
+    #[inline(always)]
+    pub(super) const fn stages(&self) -> Pipeline {
+        Pipeline::new(self.base + self.tile.barrier_offset(), self.tile.stages)
+    }
+
+    /// The pipeline of tile values.
+    #[inline(always)]
+    pub(super) const fn values(&self) -> Pipeline {
+        let stages = 2 * self.tile.stages * 8;
+        Pipeline::new(
+            self.base + self.tile.barrier_offset() + stages,
+            tile::VALUE_BUFFERS,
+        )
+    }
+
+    /// Operands of stage `slot`.
+    #[inline(always)]
+    pub(super) const fn stage(&self, slot: u32) -> u32 {
+        self.base + slot * self.tile.stage_bytes()
+    }
+
+    /// Scales of stage `slot`: a row each, then a column each.
+    #[inline(always)]
+    pub(super) const fn step_scales(&self, slot: u32) -> u32 {
+        self.base + self.tile.step_scales_offset() + slot * self.tile.step_scales_bytes()
+    }
+
+    /// Values of a tile in buffer `slot`: row scales, column scales, bias.
+    #[inline(always)]
+    pub(super) const fn tile_values(&self, slot: u32) -> u32 {
+        self.base + self.tile.values_offset() + slot * self.tile.values_bytes()
+    }
+
+    /// Staging area of consumer warp `warp` (0..8).
+    #[inline(always)]
+    pub(super) const fn staging(&self, warp: u32) -> u32 {
+        self.base + self.tile.staging_offset() + warp * tile::STAGING_BYTES
+    }
+
+    /// A courier's buffer, in the place of stages.
+    #[inline(always)]
+    pub(super) const fn relay_buffer(&self, index: u32) -> u32 {
+        self.base + index * crate::relay::UNIT_BYTES
+    }
+}

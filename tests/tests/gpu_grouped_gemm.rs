@@ -3,8 +3,8 @@
 use asym_gemm::driver::{DeviceBuffer, Gpu, PinnedBuffer, Stream};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::gemm::{
-    Activations, DeviceMatrix, DeviceMatrixMut, GemmError, GroupRange, GroupedGemm, Output,
-    WeightMemory, Weights,
+    Activations, DeviceGroups, DeviceMatrix, DeviceMatrixMut, GemmError, GroupRange, GroupedGemm,
+    Output, WeightMemory, Weights,
 };
 use asym_gemm::transfer::Transfer;
 use asym_gemm_testkit::compare::{
@@ -425,6 +425,142 @@ fn long_k() {
             second.copy_from_slice(first);
         }
         run(&case, "cancelling");
+    }
+}
+
+/// More weights than the relay's ring holds, several row tiles that share them, K that ends
+/// inside a unit: the same bytes as from device memory, whatever the buffers held.
+#[test]
+fn relay_reuses_its_ring() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let (count, n, k) = (12, 2056, 1552);
+    let rows_of = |e: usize| [300, 1, 0, 129, 700, 65][e % 6];
+    let mut groups = Vec::new();
+    let mut start = 0;
+    for weight in 0..count {
+        let end = start + rows_of(weight);
+        groups.push(GroupRange { weight, start, end });
+        start = end;
+    }
+    let rows = start;
+    let values = |seed, len: usize| -> Vec<bf16> {
+        let some = matrix(Pattern::Gaussian, seed, 1, 100_003);
+        let bf16s = some.iter().map(|&x| bf16::from_f32(x));
+        bf16s.cycle().take(len).collect()
+    };
+    let a = DeviceBuffer::from_slice(&gpu, &values(1, rows * k)).unwrap();
+    let bytes: Vec<u8> = values(2, count * n * k)
+        .iter()
+        .flat_map(|x| x.to_le_bytes())
+        .collect();
+    assert!(bytes.len() > 64 << 20);
+    let device = DeviceBuffer::from_slice(&gpu, &bytes).unwrap();
+    let mut pinned = PinnedBuffer::alloc(&gpu, bytes.len()).unwrap();
+    pinned.as_mut_slice()[..bytes.len()].copy_from_slice(&bytes);
+    let mut out = DeviceBuffer::<f32>::alloc(&gpu, rows * n).unwrap();
+    let mut gemm = GroupedGemm::new(&gpu);
+    let a = Activations::Bf16(DeviceMatrix::new(&a, rows, k, k).unwrap());
+    let mut run = |memory, transfer| {
+        out.fill_bytes(0xff).unwrap();
+        let b = Weights::new(memory, WeightFormat::Bf16, count, n, k, None).unwrap();
+        let mut d = Output::F32(DeviceMatrixMut::new(&mut out, rows, n, n).unwrap());
+        let plan = gemm
+            .run(&a, &b, &groups, &mut d, transfer, &stream)
+            .unwrap();
+        (out.to_vec().unwrap(), plan)
+    };
+    let (want, plan) = run(WeightMemory::Device(&device), Transfer::Resident);
+    assert_eq!(plan.couriers, 0);
+    assert!(want.iter().all(|x| x.is_finite()));
+    for _ in 0..5 {
+        let (got, plan) = run(WeightMemory::Pinned(&pinned), Transfer::Direct);
+        assert!(plan.couriers > 0, "{plan}");
+        bits_equal("relay", &got, &want, n).unwrap_or_else(|m| panic!("{m}"));
+    }
+}
+
+/// A recorded graph computes whatever the list of groups says when it is replayed, skips
+/// groups that do not exist, and leaves other rows alone.
+#[test]
+fn graphs_replay_with_other_groups() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let lists = [
+        vec![
+            [3, 140, 1, 0],
+            [140, 141, 0, 0],
+            [0, 0, 2, 0],
+            [200, 390, 3, 0],
+        ],
+        // A sentinel, a weight that does not exist, rows that do not exist.
+        vec![
+            [0, 5, u32::MAX, 0],
+            [5, 9, 4, 0],
+            [395, 401, 0, 0],
+            [10, 400, 2, 0],
+        ],
+        vec![[0, 0, 0, 0]; 4],
+    ];
+    let case = |list: &[[u32; 4]]| {
+        let mut case = Case::new(WeightFormat::Bf16, &[100; 4], 264, 320, 0);
+        case.groups = list
+            .iter()
+            .filter(|[start, end, weight, _]| start < end && *end <= 400 && *weight < 4)
+            .map(|&[start, end, weight, _]| GroupRange {
+                weight: weight as usize,
+                start: start as usize,
+                end: end as usize,
+            })
+            .collect();
+        case
+    };
+    let (n, k, rows) = (264, 320, 400);
+    let first = case(&lists[0]);
+    let (codes, _) = first.device_bytes();
+    let device = DeviceBuffer::from_slice(&gpu, &codes).unwrap();
+    let mut pinned = PinnedBuffer::alloc(&gpu, codes.len()).unwrap();
+    pinned.as_mut_slice()[..codes.len()].copy_from_slice(&codes);
+    let values: Vec<bf16> = first.a.iter().map(|&x| bf16::from_f32(x)).collect();
+    let values = DeviceBuffer::from_slice(&gpu, &values).unwrap();
+    let a = Activations::Bf16(DeviceMatrix::new(&values, rows, k, k).unwrap());
+    let stride = n + GUARD_COLUMNS;
+    for (memory, transfer) in [
+        (WeightMemory::Device(&device), Transfer::Resident),
+        (WeightMemory::Pinned(&pinned), Transfer::Direct),
+    ] {
+        let mut words = DeviceBuffer::from_slice(&gpu, lists[0].as_flattened()).unwrap();
+        let mut out = DeviceBuffer::<f32>::alloc(&gpu, rows * stride).unwrap();
+        let mut gemm = GroupedGemm::new(&gpu);
+        let b = Weights::new(memory, WeightFormat::Bf16, 4, n, k, None).unwrap();
+        let mut enqueue =
+            |words: &DeviceBuffer<u32>, out: &mut DeviceBuffer<f32>, stream: &Stream| {
+                let groups = DeviceGroups::new(words, 4, 200)?;
+                let mut d = Output::F32(DeviceMatrixMut::new(out, rows, n, stride)?);
+                // SAFETY: everything lives until the end of the test's loop, after a wait.
+                unsafe { gemm.enqueue_listed(&a, &b, &groups, &mut d, transfer, stream) }
+            };
+        // The first call allocates, which a recording cannot.
+        enqueue(&words, &mut out, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let graph = stream
+            .capture(|stream| enqueue(&words, &mut out, stream).map(drop))
+            .unwrap();
+        for list in lists.iter().chain(&lists) {
+            words.copy_from_host_at(0, list.as_flattened()).unwrap();
+            out.fill_bytes(0xff).unwrap();
+            // SAFETY: what was recorded is still there.
+            unsafe { graph.launch(&stream).unwrap() };
+            stream.synchronize().unwrap();
+            let got = out.to_vec().unwrap();
+            case(list).check(&format!("{transfer} graph"), &got, false);
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 //! consumer  after the last step        done[column tile] += 1
 //! ```
 //!
-//! A *unit* is what one slot holds: one box of 128 weight rows for up to four steps of K, as
+//! A *unit* is what one slot holds: one box of 64 weight rows for up to four steps of K, as
 //! it will lie in shared memory, swizzle included. Units are numbered by column tile, then
 //! step, then box; unit u goes to slot u mod S and is copied by courier u mod C.
 
@@ -22,7 +22,7 @@ pub const UNIT_STEPS: u32 = 4;
 /// Bytes of one unit.
 pub const UNIT_BYTES: u32 = UNIT_STEPS * B_BOX_BYTES;
 /// Units that a courier has in flight, in the shared memory of its stages.
-pub const BUFFERS: u32 = 3;
+pub const BUFFERS: u32 = 4;
 /// Set in `done[column tile]` when its last row tile is done.
 pub const COMPLETE: u32 = 1 << 31;
 
@@ -39,8 +39,8 @@ pub const fn unit(tile: Tile, step: u32, b_box: u32) -> u32 {
 }
 
 const _: () = {
-    use crate::tile::{M64N256, M128N128, M128N256};
-    let tiles = [M128N256, M128N128, M64N256];
+    use crate::tile::{M64N256, M128N128, M128N192, M128N256};
+    let tiles = [M128N256, M128N192, M128N128, M64N256];
     let mut i = 0;
     while i < tiles.len() {
         assert!(BUFFERS * UNIT_BYTES <= tiles[i].staging_offset());

@@ -167,7 +167,7 @@ mod tests {
         ];
         for counts in cases {
             let groups = groups(counts);
-            for (tile_m, tile_n) in [(128, 128), (128, 256), (64, 256)] {
+            for (tile_m, tile_n) in [(128, 192), (128, 256), (64, 256)] {
                 for n in [1, 127, 128, 129, 512, 700] {
                     let mut columns = Vec::new();
                     let mut walker = TileWalker::columns(&groups[..], n, tile_n);

@@ -5,8 +5,8 @@
 //! weights are then read once:
 //!
 //! ```text
-//! M128N256, M128N128: | consumer 0 |      M64N256: | consumer 0 | consumer 1 |
-//!                     | consumer 1 |
+//! M128N256, M128N192, M128N128: | consumer 0 |      M64N256: | consumer 0 | consumer 1 |
+//!                               | consumer 1 |
 //! ```
 //!
 //! One stage holds 128 bytes of K (64 bf16, or 128 int8 or e4m3) of both operands, in rows
@@ -15,9 +15,9 @@
 //! ```text
 //! stage 0 .. S-1   A tile | B tile                  (each 1024-byte aligned)
 //! staging          8 warps x 16 rows x 64 columns of bf16
-//! step scales      S x (f32 for each row | f32 for each column)
-//! tile values      2 x (row scales | column scales | bias), f32
-//! barriers         full[S], empty[S], values_full[2], values_empty[2]
+//! step scales      2 x 4 steps x (f32 for each row | f32 for each column)
+//! tile values      2 x (coordinates | row scales, column scales, bias: f32)
+//! barriers         full and empty: S of the stages, 2 of the scales, 2 of the values
 //! ```
 
 /// Bytes of K in one stage and of one swizzled row.
@@ -32,8 +32,8 @@ pub const CONSUMERS: u32 = 2;
 pub const THREADS: u32 = 128 * (1 + CONSUMERS);
 /// Rows that one TMA load of A takes.
 pub const A_BOX_ROWS: u32 = 64;
-/// Weight rows that one TMA load of B takes: 8 panels of 16.
-pub const B_BOX_ROWS: u32 = 128;
+/// Weight rows that one TMA load of B takes: 4 panels of 16.
+pub const B_BOX_ROWS: u32 = 64;
 /// Bytes of one box of B in shared memory.
 pub const B_BOX_BYTES: u32 = B_BOX_ROWS * STEP_BYTES;
 /// Rows of D that one warp accumulates and stages.
@@ -42,8 +42,14 @@ pub const WARP_ROWS: u32 = 16;
 pub const STAGING_COLUMNS: u32 = STEP_BYTES / 2;
 /// Bytes of one warp's staging area for bf16 output.
 pub const STAGING_BYTES: u32 = WARP_ROWS * STEP_BYTES;
-/// Buffers of tile values: one in use, one being filled.
+/// Steps of K whose scales come together: four neighbours of a row of scales are one access
+/// to the L2 cache.
+pub const SCALE_STEPS: u32 = 4;
+/// Buffers of scales, and of tile values: one in use, one being filled.
 pub const VALUE_BUFFERS: u32 = 2;
+
+/// Bytes of a tile's coordinates, as the consumers read them.
+pub const COORDINATES_BYTES: u32 = 32;
 
 /// A tile shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -63,17 +69,23 @@ pub const M128N256: Tile = Tile {
     n: 256,
     stages: 4,
 };
-/// 128 x 128, six stages: leaves registers for a second accumulator.
+/// 128 x 192, four stages: the widest that leaves registers for a second accumulator.
+pub const M128N192: Tile = Tile {
+    m: 128,
+    n: 192,
+    stages: 4,
+};
+/// 128 x 128, five stages: where scales of columns take registers too.
 pub const M128N128: Tile = Tile {
     m: 128,
     n: 128,
-    stages: 6,
+    stages: 5,
 };
-/// 64 x 256, five stages: for experts of at most 64 rows.
+/// 64 x 256, four stages: for experts of at most 64 rows.
 pub const M64N256: Tile = Tile {
     m: 64,
     n: 256,
-    stages: 5,
+    stages: 4,
 };
 
 impl Tile {
@@ -97,24 +109,24 @@ impl Tile {
         self.stages * self.stage_bytes()
     }
 
-    /// Offset of the scales that come with each stage.
+    /// Offset of the scales of steps.
     pub const fn step_scales_offset(self) -> u32 {
         self.staging_offset() + CONSUMERS * 4 * STAGING_BYTES
     }
 
-    /// Bytes of one stage's scales: rows, then columns.
+    /// Bytes of one step's scales: rows, then columns.
     pub const fn step_scales_bytes(self) -> u32 {
         (self.m + self.n) * 4
     }
 
     /// Offset of the values that come with each tile.
     pub const fn values_offset(self) -> u32 {
-        self.step_scales_offset() + self.stages * self.step_scales_bytes()
+        self.step_scales_offset() + VALUE_BUFFERS * SCALE_STEPS * self.step_scales_bytes()
     }
 
-    /// Bytes of one tile's values: row scales, column scales, bias.
+    /// Bytes of one tile's values: coordinates, row scales, column scales, bias.
     pub const fn values_bytes(self) -> u32 {
-        (self.m + 2 * self.n) * 4
+        COORDINATES_BYTES + (self.m + 2 * self.n) * 4
     }
 
     /// Offset of the barriers.
@@ -124,7 +136,7 @@ impl Tile {
 
     /// Dynamic shared memory of a block.
     pub const fn shared_bytes(self) -> u32 {
-        self.barrier_offset() + 2 * (self.stages + VALUE_BUFFERS) * 8
+        self.barrier_offset() + 2 * (self.stages + 2 * VALUE_BUFFERS) * 8
     }
 
     /// Consumers stacked along M (the others lie side by side along N).
@@ -152,7 +164,7 @@ pub const fn swizzled_chunk(row: u32, chunk: u32) -> u32 {
 const _: () = {
     /// Dynamic shared memory that a block may ask for on sm_90.
     const SM90_SHARED: u32 = 232_448;
-    let tiles = [M128N256, M128N128, M64N256];
+    let tiles = [M128N256, M128N192, M128N128, M64N256];
     let mut i = 0;
     while i < tiles.len() {
         let t = tiles[i];

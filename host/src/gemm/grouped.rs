@@ -3,7 +3,7 @@
 use super::groups::{Listed, Rows, check_groups};
 use super::launch::{Launch, Launched, Launcher, map_rows};
 use super::plan::choose_transfer;
-use super::problem::{Piece, Problem};
+use super::problem::{Piece, Problem, check_shapes};
 use super::{
     Activations, DeviceGroups, GemmError, GroupRange, Output, Plan, WeightMemory, Weights,
 };
@@ -22,7 +22,8 @@ pub struct GroupedGemm {
     launcher: Launcher,
     ring_bytes: usize,
     ring: Option<Ring>,
-    groups: Option<DeviceBuffer<u32>>,
+    /// The last list of groups, and where it is on the device.
+    groups: Option<(Vec<Group>, DeviceBuffer<u32>)>,
 }
 
 impl GroupedGemm {
@@ -84,11 +85,12 @@ impl GroupedGemm {
         transfer: Transfer,
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
-        let problem = self.check(a, b, d, stream)?;
+        self.check(a, b, d, stream)?;
         let groups = check_groups(groups, a.rows(), b.count)?;
         if groups.is_empty() {
             return Ok(Plan::nothing(transfer));
         }
+        let problem = Problem::new(&self.gpu, a, b, d)?;
         let (transfer, source) = choose_transfer(transfer, b.memory)?;
         let listed = Listed {
             address: self.upload(&groups, stream)?,
@@ -128,7 +130,7 @@ impl GroupedGemm {
         transfer: Transfer,
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
-        let problem = self.check(a, b, d, stream)?;
+        self.check(a, b, d, stream)?;
         groups.check_on(&self.gpu)?;
         let (transfer, source) = match (transfer, b.memory) {
             (Transfer::Auto, WeightMemory::Pinned(_)) => {
@@ -146,26 +148,27 @@ impl GroupedGemm {
         if listed.count == 0 || a.rows() == 0 {
             return Ok(Plan::nothing(transfer));
         }
+        let problem = Problem::new(&self.gpu, a, b, d)?;
         let bytes = b.count * b.matrix_bytes();
         // SAFETY: the caller's contract.
         unsafe { self.in_place(&problem, listed, bytes, transfer, source, stream) }
     }
 
     /// Checks everything but the groups.
-    fn check<'b>(
+    fn check(
         &self,
         a: &Activations<'_>,
-        b: &'b Weights<'b>,
+        b: &Weights<'_>,
         d: &Output<'_>,
         stream: &Stream,
-    ) -> Result<Problem<'b>, GemmError> {
+    ) -> Result<(), GemmError> {
         if !stream.is_on(&self.gpu) {
             return Err(GemmError::OtherGpu { what: "stream" });
         }
         a.check_on(&self.gpu)?;
         b.check_on(&self.gpu)?;
         d.check_on(&self.gpu)?;
-        Problem::new(&self.gpu, a, b, d)
+        check_shapes(a, b, d)
     }
 
     /// Weights where they are, one launch.
@@ -287,21 +290,27 @@ impl GroupedGemm {
         })
     }
 
-    /// Writes the groups to the device, in stream order, and returns their address.
+    /// Writes the groups to the device, in stream order, and returns their address. A list
+    /// that is there already, as in the second product of a layer, is not written again.
     fn upload(&mut self, groups: &[Group], stream: &Stream) -> Result<u64, GemmError> {
+        if let Some((list, buffer)) = &self.groups
+            && list == groups
+        {
+            return Ok(buffer.as_raw());
+        }
         let words: Vec<u32> = groups
             .iter()
             .flat_map(|g| [g.start, g.end, g.weight, g.reserved])
             .collect();
         let buffer = match self.groups.take() {
-            Some(buffer) if buffer.len() >= words.len() => buffer,
+            Some((_, buffer)) if buffer.len() >= words.len() => buffer,
             // Freeing waits for the device, so earlier calls are done with the old buffer.
             _ => DeviceBuffer::alloc(&self.gpu, words.len().next_power_of_two())?,
         };
-        let buffer = self.groups.insert(buffer);
         // SAFETY: a copy from pageable memory has left it when the call returns; stream
         // order keeps it behind the kernels of earlier calls.
         unsafe { buffer.copy_from_host_async(0, &words, stream)? };
+        let (_, buffer) = self.groups.insert((groups.to_vec(), buffer));
         Ok(buffer.as_raw())
     }
 

@@ -26,32 +26,13 @@ pub(super) struct Piece<'a> {
 }
 
 impl<'a> Problem<'a> {
-    /// Checks how A, B and D fit each other and the kernels.
+    /// Operands that passed [`check_shapes`], of which A has rows.
     pub(super) fn new(
         gpu: &Gpu,
         a: &Activations<'_>,
         b: &'a Weights<'a>,
         d: &Output<'_>,
     ) -> Result<Self, GemmError> {
-        let shape = |what, reason| GemmError::Shape { what, reason };
-        if a.k() != b.k {
-            return Err(shape("A and B", format!("K is {} and {}", a.k(), b.k)));
-        }
-        if d.columns() != b.n || d.rows() != a.rows() {
-            return Err(shape(
-                "D",
-                format!(
-                    "[{}, {}] for A [{}, K] and B [N = {}, K]",
-                    d.rows(),
-                    d.columns(),
-                    a.rows(),
-                    b.n
-                ),
-            ));
-        }
-        if a.rows() > i32::MAX as usize || b.n > i32::MAX as usize || b.k > i32::MAX as usize {
-            return Err(shape("A and B", "a dimension exceeds 2^31 - 1".into()));
-        }
         let operands = operands(a, b)?;
         let (a_map, a_scales, a_scale_stride) = map_activations(gpu, a, b.format)?;
         let d_bytes = d.element_bytes();
@@ -112,6 +93,34 @@ impl<'a> Problem<'a> {
         }
         args
     }
+}
+
+/// Checks how A, B and D fit each other and the kernels.
+pub(super) fn check_shapes(
+    a: &Activations<'_>,
+    b: &Weights<'_>,
+    d: &Output<'_>,
+) -> Result<(), GemmError> {
+    let shape = |what, reason| GemmError::Shape { what, reason };
+    if a.k() != b.k {
+        return Err(shape("A and B", format!("K is {} and {}", a.k(), b.k)));
+    }
+    if d.columns() != b.n || d.rows() != a.rows() {
+        return Err(shape(
+            "D",
+            format!(
+                "[{}, {}] for A [{}, K] and B [N = {}, K]",
+                d.rows(),
+                d.columns(),
+                a.rows(),
+                b.n
+            ),
+        ));
+    }
+    if a.rows() > i32::MAX as usize || b.n > i32::MAX as usize || b.k > i32::MAX as usize {
+        return Err(shape("A and B", "a dimension exceeds 2^31 - 1".into()));
+    }
+    operands(a, b).map(drop)
 }
 
 /// Operand types of the call.

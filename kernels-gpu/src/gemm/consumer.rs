@@ -1,15 +1,13 @@
 //! A consumer warpgroup: wgmma over the stages, then the epilogue.
 
 use super::courier;
-use super::epilogue::Fragment;
+use super::epilogue::{Fragment, Pending};
 use super::format::{Format, Scales};
-use super::kernel::{DeviceGroups, has_values};
 use super::pipeline::{Pipeline, Shared};
 use crate::args::GemmArgs;
 use crate::ptx::wgmma::{self, Accumulator};
 use crate::ptx::{mbarrier, shared, sync};
-use crate::schedule::TileWalker;
-use crate::tile::{STEP_BYTES, Tile, WARPGROUP_M};
+use crate::tile::{B_BOX_ROWS, SCALE_STEPS, STEP_BYTES, Tile, WARPGROUP_M};
 use asym_gemm_formats::fma;
 
 /// What a consumer thread needs to know of its place in the block.
@@ -82,38 +80,52 @@ pub(super) unsafe fn run<F: Format, A: Accumulator>(
     consumer: u32,
     thread: u32,
     args: &GemmArgs,
-    mut walker: TileWalker<DeviceGroups>,
     memory: Shared,
 ) {
     let place = Place::new(tile, memory, consumer, thread);
-    let (mut stages, mut values) = (memory.stages(), memory.values());
-    while let Some(coord) = walker.next_tile() {
+    let (mut stages, mut scales, mut values) = (memory.stages(), memory.scales(), memory.values());
+    let mut pending = Pending::none();
+    loop {
         // SAFETY: the caller's contract carries over; stages and values are used between
         // their full barrier and their release.
         unsafe {
+            values.wait_full();
+            if memory.coordinates_of(values.slot).is_none() {
+                break;
+            }
             let mut sums = A::zeroed();
             if F::PER_STEP {
-                stepwise_sum::<F, A>(&place, args, &mut stages, &mut sums);
+                stepwise_sum::<F, A>(&place, args, &mut stages, &mut scales, &mut sums);
             } else {
-                plain_sum::<F, A>(&place, args, &mut stages, &mut sums);
+                plain_sum::<F, A>(&place, args, &mut stages, &mut sums, &pending);
             }
+            // Read again rather than kept in registers.
+            let Some(coord) = memory.coordinates_of(values.slot) else {
+                break;
+            };
             if args.relay.couriers != 0 && consumer == 0 && thread == 0 {
                 courier::count_tile(args, &coord);
             }
             let fragment = Fragment::new(&place, &coord);
-            if has_values::<F>(args) {
-                values.wait_full();
-                fragment.finish::<F, A>(args, memory.tile_values(values.slot), &mut sums);
-                release(&place, values.empty());
-                values.advance();
+            fragment.finish::<F, A>(&place, args, memory.tile_values(values.slot), &mut sums);
+            release(&place, values.empty());
+            values.advance();
+            pending = fragment.output(&place, args, &sums);
+            pending.store_first(&place, args);
+            if F::PER_STEP {
+                pending.store_rest(&place, args, 0);
             }
-            fragment.store(args, &sums);
         }
+    }
+    if !F::PER_STEP {
+        // SAFETY: the caller's contract.
+        unsafe { pending.store_rest(&place, args, 0) };
     }
 }
 
 /// One accumulator over all of K; a stage is released once the next one's products are in
-/// flight, so that the tensor cores never wait.
+/// flight, so that the tensor cores never wait. The last tile's output is stored meanwhile, a
+/// part in each step.
 ///
 /// # Safety
 /// As [`run`].
@@ -123,6 +135,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
     args: &GemmArgs,
     stages: &mut Pipeline,
     sums: &mut A,
+    pending: &Pending<A>,
 ) {
     let mut step = 0;
     let mut previous = 0;
@@ -134,6 +147,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
             wgmma::fence();
             F::step(sums, a, b, step);
             wgmma::commit();
+            pending.store_in_step(place, args, step);
             wgmma::wait_all_but_one();
             if step > 0 {
                 release(place, previous);
@@ -144,6 +158,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
         }
         sums.wait_all();
         release(place, previous);
+        pending.store_rest(place, args, args.k_steps);
     }
 }
 
@@ -157,10 +172,11 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
     place: &Place,
     args: &GemmArgs,
     stages: &mut Pipeline,
+    scales: &mut Pipeline,
     sums: &mut A,
 ) {
     let mut step = 0;
-    // SAFETY: the caller's contract; each stage is read after its full barrier.
+    // SAFETY: the caller's contract; stages and scales are read after their full barriers.
     unsafe {
         let mut product = A::zeroed();
         while step < args.k_steps {
@@ -169,79 +185,93 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
             wgmma::fence();
             F::step(&mut product, a, b, 0);
             wgmma::commit();
-            let scales = StepScales::<A>::load::<F>(place, stages.slot);
+            if F::STEP_SCALES && step % SCALE_STEPS == 0 {
+                scales.wait_full();
+            }
+            let step_scales = StepScales::load::<F>(place, scales.slot, step);
             product.wait_all();
             release(place, stages.empty());
             stages.advance();
-            for i in 0..A::REGISTERS {
-                let value = F::value(product.get(i));
-                let sum = sums.get(i);
-                sums.set(
-                    i,
-                    if F::STEP_SCALES {
-                        fma(value, scales.of::<F>(i), sum)
-                    } else {
-                        sum + value
-                    },
-                );
-            }
+            step_scales.add::<F, A>(&product, sums);
             step += 1;
+            if F::STEP_SCALES && (step % SCALE_STEPS == 0 || step == args.k_steps) {
+                release(place, scales.empty());
+                scales.advance();
+            }
         }
     }
 }
 
-/// Most columns of one thread that have their own scale in each step: 16 pairs.
-const PAIRS: usize = 16;
+/// Most boxes of 64 columns that a warpgroup accumulates where blocks of them share a scale.
+const BOXES: usize = 3;
 
 /// One step's scales of a thread's rows and columns.
-struct StepScales<A> {
-    rows: [f32; 2],
-    columns: [[f32; 2]; PAIRS],
-    sums: core::marker::PhantomData<A>,
+struct StepScales {
+    /// Of the two rows, times the box's if boxes have scales.
+    rows: [[f32; 2]; BOXES],
+    /// Where the columns' scales are, if columns have scales.
+    columns: u32,
 }
 
-impl<A: Accumulator> StepScales<A> {
-    /// Reads the scales of stage `slot`.
+impl StepScales {
+    /// Finds step `step`'s scales in buffer `slot`.
     ///
     /// # Safety
-    /// The stage is full.
+    /// The buffer is full.
     #[inline(always)]
-    unsafe fn load<F: Format>(place: &Place, slot: u32) -> Self {
-        const { assert!(A::COLUMNS as usize / 8 <= PAIRS || !F::STEP_SCALES) };
-        let base = place.memory.step_scales(slot);
+    unsafe fn load<F: Format>(place: &Place, slot: u32, step: u32) -> Self {
+        let base = place.memory.step_scales(slot, step);
         let columns = base + place.tile.m * 4;
-        let mut scales = Self {
-            rows: [1.0; 2],
-            columns: [[1.0; 2]; PAIRS],
-            sums: core::marker::PhantomData,
-        };
-        // SAFETY: the values came with the stage.
+        let mut rows = [[1.0; 2]; BOXES];
+        // SAFETY: the caller's promise.
         unsafe {
             if matches!(F::ROWS, Scales::Step) {
                 let row = base + place.thread_row() * 4;
-                scales.rows = [shared::load_f32(row), shared::load_f32(row + 8 * 4)];
+                rows = [[shared::load_f32(row), shared::load_f32(row + 8 * 4)]; BOXES];
             }
             if matches!(F::COLUMNS, Scales::StepBlock) {
-                let block = shared::load_f32(columns + place.column / 128 * 4);
-                scales.rows = [scales.rows[0] * block, scales.rows[1] * block];
-            }
-            if matches!(F::COLUMNS, Scales::Step) {
-                let column = columns + place.thread_column() * 4;
-                for j in 0..PAIRS {
-                    scales.columns[j] = shared::load_f32x2(column + j as u32 * 32);
+                let first = columns + place.column / B_BOX_ROWS * 4;
+                for index in 0..BOXES.min((place.tile.warpgroup_n() / B_BOX_ROWS) as usize) {
+                    let scale = shared::load_f32(first + index as u32 * 4);
+                    rows[index] = [rows[index][0] * scale, rows[index][1] * scale];
                 }
             }
         }
-        scales
+        Self {
+            rows,
+            columns: columns + place.thread_column() * 4,
+        }
     }
 
-    /// The scale of accumulator register `index`.
+    /// Adds the scaled product to the sums.
+    ///
+    /// # Safety
+    /// The buffer is still full, and the warp converged.
     #[inline(always)]
-    fn of<F: Format>(&self, index: usize) -> f32 {
-        let row = self.rows[index % 4 / 2];
-        match F::COLUMNS {
-            Scales::Step => row * self.columns[index / 4][index % 2],
-            _ => row,
+    unsafe fn add<F: Format, A: Accumulator>(&self, product: &A, sums: &mut A) {
+        for j in 0..A::REGISTERS / 4 {
+            let mut columns = [1.0; 2];
+            if matches!(F::COLUMNS, Scales::Step) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    if j % 8 == 0 {
+                        // Loads stay behind it: too many ahead of their use would spill.
+                        sync::warp();
+                    }
+                    columns = shared::load_f32x2(self.columns + j as u32 * 32);
+                }
+            }
+            for i in 0..4 {
+                let value = F::value(product.get(4 * j + i));
+                let sum = sums.get(4 * j + i);
+                let row = self.rows[j / 8][i / 2];
+                let next = match F::COLUMNS {
+                    Scales::Step => fma(value, row * columns[i % 2], sum),
+                    _ if F::STEP_SCALES => fma(value, row, sum),
+                    _ => sum + value,
+                };
+                sums.set(4 * j + i, next);
+            }
         }
     }
 }

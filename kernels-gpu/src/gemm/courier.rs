@@ -5,6 +5,7 @@ use super::kernel::{DeviceGroups, Maps};
 use super::pipeline::Shared;
 use super::producer::load_box;
 use crate::args::GemmArgs;
+use crate::ptx::convert::opaque;
 use crate::ptx::{global, mbarrier, tma};
 use crate::relay::{BUFFERS, COMPLETE, UNIT_BYTES, UNIT_STEPS, units};
 use crate::schedule::{TileCoord, TileWalker};
@@ -162,7 +163,7 @@ unsafe fn load_unit(
     // SAFETY: the buffer holds a unit; the caller's contract.
     unsafe {
         mbarrier::arrive_expect_bytes(full, steps * B_BOX_BYTES);
-        while step < steps {
+        while step < opaque(steps) {
             let dst = buffer + step * B_BOX_BYTES;
             load_box(dst, maps.b, args, coord, index, first + step, step_k, full);
             step += 1;

@@ -4,7 +4,7 @@ use super::Operands;
 use super::format::{Bf16, Fp8Blocks, Fp8PerRow, Int8Blocks, Int8PerRow, Int8Slices};
 use super::kernel::{Maps, grouped_gemm};
 use crate::args::GemmArgs;
-use crate::tile::{M64N256, M128N128, M128N256, Tile};
+use crate::tile::{M64N256, M128N128, M128N192, M128N256, Tile};
 use cuda_std::prelude::*;
 
 macro_rules! entry {
@@ -40,9 +40,9 @@ entry!(
 );
 entry!(sm90_s8_per_row_grouped_gemm_64x256x128, Int8PerRow, M64N256);
 entry!(
-    sm90_s8_slices_grouped_gemm_128x128x128,
+    sm90_s8_slices_grouped_gemm_128x192x128,
     Int8Slices,
-    M128N128
+    M128N192
 );
 entry!(sm90_s8_slices_grouped_gemm_64x256x128, Int8Slices, M64N256);
 entry!(
@@ -52,9 +52,9 @@ entry!(
 );
 entry!(sm90_s8_blocks_grouped_gemm_64x256x128, Int8Blocks, M64N256);
 entry!(
-    sm90_e4m3_per_row_grouped_gemm_128x128x128,
+    sm90_e4m3_per_row_grouped_gemm_128x192x128,
     Fp8PerRow,
-    M128N128
+    M128N192
 );
 entry!(
     sm90_e4m3_per_row_grouped_gemm_64x256x128,
@@ -62,8 +62,8 @@ entry!(
     M64N256
 );
 entry!(
-    sm90_e4m3_blocks_grouped_gemm_128x128x128,
+    sm90_e4m3_blocks_grouped_gemm_128x192x128,
     Fp8Blocks,
-    M128N128
+    M128N192
 );
 entry!(sm90_e4m3_blocks_grouped_gemm_64x256x128, Fp8Blocks, M64N256);

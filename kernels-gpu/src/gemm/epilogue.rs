@@ -11,25 +11,24 @@ use crate::ptx::{convert, global, shared, sync};
 use crate::schedule::TileCoord;
 use crate::tile::{STAGING_COLUMNS, WARP_ROWS, swizzled_chunk};
 
-/// Where one thread's accumulators lie in D.
+/// Where one warp's accumulators lie in D.
 ///
-/// Register `4j + i` is row `row + i / 2 * 8`, column `column + 8j + i % 2`.
-pub(super) struct Fragment<'a> {
-    place: &'a Place,
-    /// First row and column of the warp.
-    warp_row: u32,
-    warp_column: u32,
+/// A thread's register `4j + i` is row `lane / 4 + i / 2 * 8`, column `8j + lane % 4 * 2 + i % 2`
+/// of it.
+#[derive(Clone, Copy)]
+pub(super) struct Fragment {
+    row: u32,
+    column: u32,
     row_end: u32,
 }
 
-impl<'a> Fragment<'a> {
-    /// The fragment of the thread at `place` in a tile.
+impl Fragment {
+    /// The fragment of the warp at `place` in a tile.
     #[inline(always)]
-    pub(super) fn new(place: &'a Place, coord: &TileCoord) -> Self {
+    pub(super) fn new(place: &Place, coord: &TileCoord) -> Self {
         Self {
-            place,
-            warp_row: coord.row + place.row + place.warp % 4 * WARP_ROWS,
-            warp_column: coord.column + place.column,
+            row: coord.row + place.row + place.warp % 4 * WARP_ROWS,
+            column: coord.column + place.column,
             row_end: coord.row_end,
         }
     }
@@ -42,11 +41,11 @@ impl<'a> Fragment<'a> {
     #[inline(always)]
     pub(super) unsafe fn finish<F: Format, A: Accumulator>(
         &self,
+        place: &Place,
         args: &GemmArgs,
         values: u32,
         sums: &mut A,
     ) {
-        let place = self.place;
         let row = values + place.thread_row() * 4;
         let column = values + (place.tile.m + place.thread_column()) * 4;
         let bias = column + place.tile.n * 4;
@@ -83,33 +82,39 @@ impl<'a> Fragment<'a> {
         }
     }
 
-    /// Stores the sums as D's type.
+    /// Rounds the sums to bf16, to be stored later; f32 is stored at once.
     ///
     /// # Safety
     /// Whole warps call it, converged, with D as `args` promises.
     #[inline(always)]
-    pub(super) unsafe fn store<A: Accumulator>(&self, args: &GemmArgs, sums: &A) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if args.flags & gemm_flags::D_BF16 != 0 {
-                self.store_bf16(args, sums);
-            } else {
-                self.store_f32(args, sums);
-            }
+    pub(super) unsafe fn output<A: Accumulator>(
+        &self,
+        place: &Place,
+        args: &GemmArgs,
+        sums: &A,
+    ) -> Pending<A> {
+        let mut fragment = *self;
+        if args.flags & gemm_flags::D_BF16 == 0 {
+            // SAFETY: the caller's promise.
+            unsafe { self.store_f32(place, args, sums) };
+            fragment.row_end = 0;
+        }
+        Pending {
+            fragment,
+            packed: sums.pack(),
         }
     }
 
     /// Four lanes write 32 contiguous bytes of a row: whole sectors, straight from registers.
     ///
     /// # Safety
-    /// As [`Self::store`].
+    /// As [`Self::output`].
     #[inline(always)]
-    unsafe fn store_f32<A: Accumulator>(&self, args: &GemmArgs, sums: &A) {
+    unsafe fn store_f32<A: Accumulator>(&self, place: &Place, args: &GemmArgs, sums: &A) {
         let vector = args.flags & gemm_flags::D_VECTOR != 0;
-        let lane = self.place.lane;
-        let first_column = self.warp_column + lane % 4 * 2;
+        let first_column = self.column + place.lane % 4 * 2;
         for half in 0..2 {
-            let row = self.warp_row + lane / 4 + half * 8;
+            let row = self.row + place.lane / 4 + half * 8;
             let address = args.d + (row as u64 * args.d_stride + first_column as u64) * 4;
             for j in 0..A::REGISTERS / 4 {
                 let at = 4 * j + 2 * half as usize;
@@ -131,60 +136,151 @@ impl<'a> Fragment<'a> {
             }
         }
     }
+}
 
-    /// Through shared memory, so that a row's 128 bytes are written together: 64 columns at a
-    /// time, swizzled.
+/// A warp's output in bf16, not yet stored.
+pub(super) struct Pending<A: Accumulator> {
+    fragment: Fragment,
+    packed: A::Packed,
+}
+
+impl<A: Accumulator> Pending<A> {
+    /// Parts that are stored one at a time.
+    const PARTS: u32 = A::COLUMNS / STAGING_COLUMNS;
+    /// Parts for which there are no registers while the next tile is summed.
+    const AT_ONCE: u32 = Self::PARTS.saturating_sub(2);
+
+    /// Nothing to store.
+    #[inline(always)]
+    pub(super) fn none() -> Self {
+        Self {
+            fragment: Fragment {
+                row: 0,
+                column: 0,
+                row_end: 0,
+            },
+            packed: A::zeroed().pack(),
+        }
+    }
+
+    /// Stores what must not wait.
     ///
     /// # Safety
-    /// As [`Self::store`].
+    /// Whole warps call it, converged, with D as `args` promises.
     #[inline(always)]
-    unsafe fn store_bf16<A: Accumulator>(&self, args: &GemmArgs, sums: &A) {
-        let vector = args.flags & gemm_flags::D_VECTOR != 0;
-        let lane = self.place.lane;
-        let staging = self.place.memory.staging(self.place.warp);
-        // Eight lanes take the eight chunks of one row, four rows a round.
-        let (row, chunk) = (lane / 8, lane % 8);
-        let first_row = self.warp_row + row;
-        let first_column = self.warp_column + chunk * 8;
-        let first = args.d + (first_row as u64 * args.d_stride + first_column as u64) * 2;
-        for part in 0..A::COLUMNS / STAGING_COLUMNS {
-            // SAFETY: staging belongs to this warp; elements that exist are inside D, and
-            // with D_VECTOR chunks are aligned and exist as a whole.
-            unsafe {
-                // The last part's reads of the staging area are done.
-                sync::warp();
-                for pair in 0..4 {
-                    let at = (part * 32 + pair * 8) as usize;
-                    let two = |i: usize| convert::bf16x2(sums.get(at + i), sums.get(at + i + 1));
-                    shared::store_matrix_x4(
-                        staging + swizzled_chunk(lane % 16, 2 * pair + lane / 16),
-                        [two(0), two(2), two(4), two(6)],
-                    );
-                }
-                sync::warp();
-                let column = first_column + part * STAGING_COLUMNS;
-                for round in 0..4 {
-                    let value = shared::load_v4(staging + swizzled_chunk(row + 4 * round, chunk));
-                    let address = first
-                        + (u64::from(4 * round) * args.d_stride
-                            + u64::from(part * STAGING_COLUMNS))
-                            * 2;
-                    let row_exists = first_row + 4 * round < self.row_end;
-                    if vector {
-                        global::store_v4_if(row_exists && column < args.n, address, value);
-                    } else {
-                        for i in 0..8 {
-                            let word = value[i as usize / 2];
-                            let half = if i % 2 == 0 { word } else { word >> 16 };
-                            global::store_u16_if(
-                                row_exists && column + i < args.n,
-                                address + i as u64 * 2,
-                                half as u16,
-                            );
-                        }
-                    }
-                }
+    pub(super) unsafe fn store_first(&self, place: &Place, args: &GemmArgs) {
+        for part in 0..Self::AT_ONCE {
+            // SAFETY: the caller's promise.
+            unsafe { self.store(place, args, part) };
+        }
+    }
+
+    /// Stores the part that may wait until step `step` of the next tile, if there is one.
+    ///
+    /// # Safety
+    /// As [`Self::store_first`].
+    #[inline(always)]
+    pub(super) unsafe fn store_in_step(&self, place: &Place, args: &GemmArgs, step: u32) {
+        for part in Self::AT_ONCE..Self::PARTS {
+            if part - Self::AT_ONCE == step {
+                // SAFETY: the caller's promise.
+                unsafe { self.store(place, args, part) };
             }
+        }
+    }
+
+    /// Stores the parts that may wait until step `step` or longer.
+    ///
+    /// # Safety
+    /// As [`Self::store_first`].
+    #[inline(always)]
+    pub(super) unsafe fn store_rest(&self, place: &Place, args: &GemmArgs, step: u32) {
+        for part in Self::AT_ONCE..Self::PARTS {
+            if part - Self::AT_ONCE >= step {
+                // SAFETY: the caller's promise.
+                unsafe { self.store(place, args, part) };
+            }
+        }
+    }
+
+    /// Through shared memory, so that a row's 128 bytes are written together: 64 columns,
+    /// swizzled. `part` is a constant after unrolling.
+    ///
+    /// # Safety
+    /// As [`Self::store_first`].
+    #[inline(always)]
+    unsafe fn store(&self, place: &Place, args: &GemmArgs, part: u32) {
+        if self.fragment.row >= self.fragment.row_end {
+            return;
+        }
+        // Addresses that the compiler takes for new ones: it would compute all of them ahead of
+        // the caller's loop, and has no registers for that.
+        let lane = convert::opaque(place.lane);
+        let staging = place.memory.staging(place.warp);
+        let first_column = self.fragment.column + part * STAGING_COLUMNS;
+        // SAFETY: staging belongs to this warp; elements that exist are inside D, and with
+        // D_VECTOR chunks are aligned and exist as a whole.
+        unsafe {
+            // The last part's reads of the staging area are done.
+            sync::warp();
+            for pair in 0..4 {
+                let at = (part * 16 + pair * 4) as usize;
+                let word = |i: usize| A::packed(&self.packed, at + i);
+                shared::store_matrix_x4(
+                    staging + swizzled_chunk(lane % 16, 2 * pair + lane / 16),
+                    [word(0), word(1), word(2), word(3)],
+                );
+            }
+            sync::warp();
+            if args.flags & gemm_flags::D_VECTOR != 0 {
+                self.store_chunks(lane, args, staging, first_column);
+            } else {
+                self.store_elements(lane, args, staging, first_column);
+            }
+        }
+    }
+
+    /// Eight lanes take the eight chunks of one row, four rows a round.
+    ///
+    /// # Safety
+    /// As [`Self::store`], with the part at `column` staged.
+    #[inline(always)]
+    unsafe fn store_chunks(&self, lane: u32, args: &GemmArgs, staging: u32, column: u32) {
+        let (row, chunk) = (lane / 8, lane % 8);
+        let first_row = self.fragment.row + row;
+        let column = column + chunk * 8;
+        let first = args.d + (first_row as u64 * args.d_stride + column as u64) * 2;
+        for round in 0..4 {
+            let exists = first_row + 4 * round < self.fragment.row_end && column < args.n;
+            let address = first + u64::from(4 * round) * args.d_stride * 2;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let value = shared::load_v4(staging + swizzled_chunk(row + 4 * round, chunk));
+                global::store_v4_if(exists, address, value);
+            }
+        }
+    }
+
+    /// The lanes take a row's elements one by one.
+    ///
+    /// # Safety
+    /// As [`Self::store`], with the part at `column` staged.
+    #[inline(always)]
+    unsafe fn store_elements(&self, lane: u32, args: &GemmArgs, staging: u32, column: u32) {
+        // A bound that the compiler does not know keeps this a loop.
+        let end = convert::opaque(WARP_ROWS * STAGING_COLUMNS);
+        let mut index = lane;
+        while index < end {
+            let (row, offset) = (index / STAGING_COLUMNS, index % STAGING_COLUMNS);
+            let (d_row, column) = (self.fragment.row + row, column + offset);
+            let exists = d_row < self.fragment.row_end && column < args.n;
+            let address = args.d + (d_row as u64 * args.d_stride + column as u64) * 2;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let at = staging + swizzled_chunk(row, offset / 8) + offset % 8 * 2;
+                global::store_u16_if(exists, address, shared::load_u16(at));
+            }
+            index += 32;
         }
     }
 }

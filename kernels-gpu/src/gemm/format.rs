@@ -9,7 +9,7 @@ pub(super) enum Scales {
     None,
     /// One for each row (or column) and step of K.
     Step,
-    /// One for 128 columns and each step of K.
+    /// One for 128 columns (kept for each 64, a box) and each step of K.
     StepBlock,
     /// One for each row (or column), at the end of K.
     End,

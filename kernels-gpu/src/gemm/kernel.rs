@@ -1,6 +1,6 @@
 //! The kernel's set-up and the split of its blocks and warpgroups into roles.
 
-use super::format::{Format, Scales};
+use super::format::Format;
 use super::pipeline::Shared;
 use super::{Operands, consumer, courier, producer, values};
 use crate::args::{GemmArgs, Group};
@@ -50,11 +50,9 @@ pub(super) struct Maps {
 }
 
 /// Registers of a producer thread: it holds addresses and counters only.
-const PRODUCER_REGISTERS: u32 = 72;
-/// Registers of a consumer thread: 72 + 2 x 216 = 3 x 168, what the launch allocates.
-const CONSUMER_REGISTERS: u32 = 216;
-/// Arrivals of one warp's lanes.
-const LANES: u32 = 32;
+const PRODUCER_REGISTERS: u32 = 56;
+/// Registers of a consumer thread: 56 + 2 x 224 = 3 x 168, what the launch allocates.
+const CONSUMER_REGISTERS: u32 = 224;
 
 /// # Safety
 /// Launched with `tile::THREADS` threads and the tile's shared memory, and with arguments
@@ -77,14 +75,11 @@ pub(super) unsafe fn grouped_gemm<F: Format, A: Accumulator>(
     // barrier every warp takes one role for good.
     unsafe {
         if thread == 0 {
-            // A stage is filled by the loads and, if there are any, the scales' copies.
-            let copies = if F::STEP_SCALES && !is_courier {
-                LANES
-            } else {
-                0
-            };
-            shared.stages().initialise(1 + copies, CONSUMERS * 4);
-            shared.values().initialise(LANES, CONSUMERS * 4);
+            shared.stages().initialise(1, CONSUMERS * 4);
+            shared.scales().initialise(values::THREADS, CONSUMERS * 4);
+            shared
+                .values()
+                .initialise(values::TILE_ARRIVALS, CONSUMERS * 4);
             mbarrier::fence_init();
         }
         thread::sync_threads();
@@ -103,23 +98,17 @@ pub(super) unsafe fn grouped_gemm<F: Format, A: Accumulator>(
             return;
         }
         let (block, blocks) = (block - couriers, thread::grid_dim_x() - couriers);
-        let walker = TileWalker::new(groups, args.n, tile.m, tile.n, block, blocks);
         if warpgroup == 0 {
             sync::registers_down::<PRODUCER_REGISTERS>();
+            let walker = TileWalker::new(groups, args.n, tile.m, tile.n, block, blocks);
             if thread == 0 {
                 producer::run(tile, operands.step_k(), maps, args, walker, shared);
-            } else if thread / 32 == 1 {
-                values::run::<F>(tile, thread % 32, args, walker, shared);
+            } else if thread >= 32 {
+                values::run::<F>(tile, thread - 32, args, walker, shared);
             }
         } else {
             sync::registers_up::<CONSUMER_REGISTERS>();
-            consumer::run::<F, A>(tile, warpgroup - 1, thread % 128, args, walker, shared);
+            consumer::run::<F, A>(tile, warpgroup - 1, thread % 128, args, shared);
         }
     }
-}
-
-/// Which values come with each tile.
-#[inline(always)]
-pub(super) fn has_values<F: Format>(args: &GemmArgs) -> bool {
-    matches!(F::ROWS, Scales::End) || matches!(F::COLUMNS, Scales::End) || args.bias.base != 0
 }

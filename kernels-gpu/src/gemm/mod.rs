@@ -1,16 +1,16 @@
 //! Grouped GEMM for sm_90a: D[rows of group g] = A[rows of group g] · B[weight of g]^T.
 //!
 //! One persistent block an SM, three warpgroups: a producer whose single thread feeds a
-//! ring of shared-memory stages by TMA (a warp beside it brings scales and biases), and two
+//! ring of shared-memory stages by TMA (warps beside it bring scales and biases), and two
 //! consumers that issue wgmma on them. Full and empty mbarriers carry the hand-over in both
 //! directions; the producer runs ahead across tiles, so that a tile's epilogue overlaps the
-//! next tile's loads.
+//! next tile's loads. A tile's bf16 output is stored during the next tile's first steps.
 //!
 //! ```text
 //! producer: for tile: for k: wait empty[s] -> expect bytes -> TMA A, TMA B -> s = s + 1
-//! values:   for tile: wait empty -> copy column scales, bias; for k: copy this step's scales
+//! values:   for tile: scales of rows and columns, bias; for 4 steps of k: their scales
 //! consumer: for tile: for k: wait full[s] -> 4 x wgmma -> release
-//!                     epilogue: scales, bias -> D
+//!                     epilogue: scales, bias, rounding -> D
 //! ```
 //!
 //! Formats without a scale for each step sum over all of K in the tensor cores. The others,
@@ -26,7 +26,7 @@
 //! some blocks relay them ([`crate::relay`]). The order of K is the same for every tile
 //! shape, so results depend neither on the transfer nor on the number of rows.
 
-use crate::tile::{M64N256, M128N128, M128N256, Tile};
+use crate::tile::{M64N256, M128N128, M128N192, M128N256, Tile};
 
 #[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
 mod consumer;
@@ -88,7 +88,8 @@ pub const fn choose_tile(operands: Operands, max_rows: usize) -> Tile {
     }
     match operands {
         Operands::Bf16 | Operands::Int8PerRow => M128N256,
-        _ => M128N128,
+        Operands::Int8Blocks => M128N128,
+        _ => M128N192,
     }
 }
 
@@ -99,13 +100,13 @@ pub const fn kernel_name(operands: Operands, tile: Tile) -> Option<&'static str>
         (Operands::Bf16, 64, 256) => "sm90_bf16_grouped_gemm_64x256x64",
         (Operands::Int8PerRow, 128, 256) => "sm90_s8_per_row_grouped_gemm_128x256x128",
         (Operands::Int8PerRow, 64, 256) => "sm90_s8_per_row_grouped_gemm_64x256x128",
-        (Operands::Int8Slices, 128, 128) => "sm90_s8_slices_grouped_gemm_128x128x128",
+        (Operands::Int8Slices, 128, 192) => "sm90_s8_slices_grouped_gemm_128x192x128",
         (Operands::Int8Slices, 64, 256) => "sm90_s8_slices_grouped_gemm_64x256x128",
         (Operands::Int8Blocks, 128, 128) => "sm90_s8_blocks_grouped_gemm_128x128x128",
         (Operands::Int8Blocks, 64, 256) => "sm90_s8_blocks_grouped_gemm_64x256x128",
-        (Operands::Fp8PerRow, 128, 128) => "sm90_e4m3_per_row_grouped_gemm_128x128x128",
+        (Operands::Fp8PerRow, 128, 192) => "sm90_e4m3_per_row_grouped_gemm_128x192x128",
         (Operands::Fp8PerRow, 64, 256) => "sm90_e4m3_per_row_grouped_gemm_64x256x128",
-        (Operands::Fp8Blocks, 128, 128) => "sm90_e4m3_blocks_grouped_gemm_128x128x128",
+        (Operands::Fp8Blocks, 128, 192) => "sm90_e4m3_blocks_grouped_gemm_128x192x128",
         (Operands::Fp8Blocks, 64, 256) => "sm90_e4m3_blocks_grouped_gemm_64x256x128",
         _ => return None,
     })

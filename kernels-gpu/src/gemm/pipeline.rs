@@ -1,6 +1,7 @@
 //! Buffers in shared memory that one role fills and another empties, and where they lie.
 
-use crate::ptx::mbarrier;
+use crate::ptx::{mbarrier, shared};
+use crate::schedule::TileCoord;
 use crate::tile::{self, Tile};
 
 /// A role's position in a ring of buffers with a full and an empty barrier each.
@@ -104,12 +105,22 @@ impl Shared {
         Pipeline::new(self.base + self.tile.barrier_offset(), self.tile.stages)
     }
 
+    /// The pipeline of step scales, four steps a buffer.
+    #[inline(always)]
+    pub(super) const fn scales(&self) -> Pipeline {
+        let before = 2 * self.tile.stages * 8;
+        Pipeline::new(
+            self.base + self.tile.barrier_offset() + before,
+            tile::VALUE_BUFFERS,
+        )
+    }
+
     /// The pipeline of tile values.
     #[inline(always)]
     pub(super) const fn values(&self) -> Pipeline {
-        let stages = 2 * self.tile.stages * 8;
+        let before = 2 * (self.tile.stages + tile::VALUE_BUFFERS) * 8;
         Pipeline::new(
-            self.base + self.tile.barrier_offset() + stages,
+            self.base + self.tile.barrier_offset() + before,
             tile::VALUE_BUFFERS,
         )
     }
@@ -120,16 +131,62 @@ impl Shared {
         self.base + slot * self.tile.stage_bytes()
     }
 
-    /// Scales of stage `slot`: a row each, then a column each.
+    /// Scales of step `step` in buffer `slot`: a row each, then a column each.
     #[inline(always)]
-    pub(super) const fn step_scales(&self, slot: u32) -> u32 {
-        self.base + self.tile.step_scales_offset() + slot * self.tile.step_scales_bytes()
+    pub(super) const fn step_scales(&self, slot: u32, step: u32) -> u32 {
+        let index = slot * tile::SCALE_STEPS + step % tile::SCALE_STEPS;
+        self.base + self.tile.step_scales_offset() + index * self.tile.step_scales_bytes()
     }
 
-    /// Values of a tile in buffer `slot`: row scales, column scales, bias.
+    /// Coordinates of the tile in buffer `slot`.
+    #[inline(always)]
+    pub(super) const fn coordinates(&self, slot: u32) -> u32 {
+        self.base + self.tile.values_offset() + slot * self.tile.values_bytes()
+    }
+
+    /// Values of the tile in buffer `slot`: row scales, column scales, bias.
     #[inline(always)]
     pub(super) const fn tile_values(&self, slot: u32) -> u32 {
-        self.base + self.tile.values_offset() + slot * self.tile.values_bytes()
+        self.coordinates(slot) + tile::COORDINATES_BYTES
+    }
+
+    /// Writes a tile's coordinates, or that there is no tile any more.
+    ///
+    /// # Safety
+    /// The buffer is free.
+    #[inline(always)]
+    pub(super) unsafe fn put_coordinates(&self, slot: u32, coord: Option<TileCoord>) {
+        let at = self.coordinates(slot);
+        // Every tile has a row, so that its end is not 0.
+        let [row, row_end, column, column_tile, row_tiles] = match coord {
+            Some(c) => [c.row, c.row_end, c.column, c.column_tile, c.row_tiles],
+            None => [0; 5],
+        };
+        // SAFETY: the caller's promise.
+        unsafe {
+            shared::store_v4(at, [row, row_end, column, column_tile]);
+            shared::store(at + 16, row_tiles);
+        }
+    }
+
+    /// The coordinates written by [`Self::put_coordinates`], but for the weight.
+    ///
+    /// # Safety
+    /// The buffer is full.
+    #[inline(always)]
+    pub(super) unsafe fn coordinates_of(&self, slot: u32) -> Option<TileCoord> {
+        let at = self.coordinates(slot);
+        // SAFETY: the caller's promise.
+        let [row, row_end, column, column_tile] = unsafe { shared::load_v4(at) };
+        (row_end > 0).then_some(TileCoord {
+            row,
+            row_end,
+            column,
+            weight: 0,
+            column_tile,
+            // SAFETY: as above.
+            row_tiles: unsafe { shared::load(at + 16) },
+        })
     }
 
     /// Staging area of consumer warp `warp` (0..8).

@@ -1,8 +1,10 @@
-//! The producer: one thread that keeps the stages full.
+//! The producer: one thread that keeps the stages full. Loops stay loops (bounds are opaque),
+//! to keep coordinates in few registers.
 
 use super::kernel::{DeviceGroups, Maps};
 use super::pipeline::Shared;
 use crate::args::{GemmArgs, weight_layout};
+use crate::ptx::convert::opaque;
 use crate::ptx::{global, mbarrier, tma};
 use crate::relay::{UNIT_BYTES, UNIT_STEPS, unit, units};
 use crate::schedule::{TileCoord, TileWalker};
@@ -39,7 +41,7 @@ pub(super) unsafe fn run(
                 let b = a + tile.a_bytes();
                 if args.relay.couriers == 0 {
                     let mut index = 0;
-                    while index < tile.b_boxes() {
+                    while index < opaque(tile.b_boxes()) {
                         let dst = b + index * B_BOX_BYTES;
                         load_box(dst, maps.b, args, &coord, index, step, step_k, full);
                         index += 1;
@@ -125,7 +127,7 @@ unsafe fn load_relayed(
     let first = coord.column_tile * units(tile, args.k_steps);
     let in_unit = step % UNIT_STEPS;
     let mut index = 0;
-    while index < tile.b_boxes() {
+    while index < opaque(tile.b_boxes()) {
         let number = first + unit(tile, step, index);
         let slot = number % relay.slots;
         // SAFETY: a courier fills the slot with this unit, which stays there until this

@@ -13,3 +13,14 @@ pub(crate) fn bf16x2(low: f32, high: f32) -> u32 {
     }
     packed
 }
+
+/// `value`, as far as the compiler can tell a different one each time.
+#[inline(always)]
+pub(crate) fn opaque(value: u32) -> u32 {
+    let copy: u32;
+    // SAFETY: a move between registers.
+    unsafe {
+        asm!("mov.b32 {0}, {1};", out(reg32) copy, in(reg32) value, options(nomem, nostack));
+    }
+    copy
+}

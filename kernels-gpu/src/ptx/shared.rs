@@ -33,6 +33,34 @@ pub(crate) unsafe fn load_v4(address: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
+/// Stores 16 bytes.
+///
+/// # Safety
+/// `address` must be 16 aligned bytes of shared memory that are ours to write.
+#[inline(always)]
+pub(crate) unsafe fn store_v4(address: u32, v: [u32; 4]) {
+    // SAFETY: the caller gives a valid address.
+    unsafe {
+        asm!("st.shared.v4.b32 [{0}], {{{1}, {2}, {3}, {4}}};",
+             in(reg32) address, in(reg32) v[0], in(reg32) v[1], in(reg32) v[2], in(reg32) v[3],
+             options(nostack));
+    }
+}
+
+/// Loads two bytes.
+///
+/// # Safety
+/// `address` must be 2 aligned bytes of shared memory that hold data.
+#[inline(always)]
+pub(crate) unsafe fn load_u16(address: u32) -> u16 {
+    let value: u16;
+    // SAFETY: the caller gives a valid address.
+    unsafe {
+        asm!("ld.shared.b16 {0}, [{1}];", out(reg16) value, in(reg32) address, options(nostack));
+    }
+    value
+}
+
 /// Loads two f32.
 ///
 /// # Safety

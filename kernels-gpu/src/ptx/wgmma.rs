@@ -1,12 +1,13 @@
 //! Warpgroup matrix multiply-accumulate: 64 rows of D from shared memory.
 //!
-//! Accumulators are 64 (128 columns) or 128 registers (256 columns) a thread, f32 or i32
+//! Accumulators are one register for two columns a thread (64 for 128 columns), f32 or i32
 //! (kept as the bits of f32, the register class is untyped): lane `4g + q` of warp w holds,
 //! for each j, `d[4j], d[4j + 1]` = row 16w + g, columns 8j + 2q and + 1, and
 //! `d[4j + 2], d[4j + 3]` = the same columns of row 16w + g + 8.
 //!
 //! Operands are K-major tiles of 128-byte rows with the 128-byte swizzle.
 
+use super::convert;
 use core::arch::asm;
 
 /// Descriptor of a K-major tile at `address` (1024-byte aligned): 128-byte swizzle (bit 62),
@@ -67,6 +68,15 @@ pub(crate) trait Accumulator: Sized {
     /// Registers of a thread.
     const REGISTERS: usize = Self::COLUMNS as usize / 2;
 
+    /// Neighbouring registers as pairs of bf16.
+    type Packed;
+
+    /// All registers, rounded to bf16.
+    fn pack(&self) -> Self::Packed;
+
+    /// Pair `index`; a constant after unrolling.
+    fn packed(packed: &Self::Packed, index: usize) -> u32;
+
     /// Register `index`; a constant after unrolling.
     fn get(&self, index: usize) -> f32;
 
@@ -100,6 +110,17 @@ macro_rules! accumulator {
     ($registers:literal, $columns:literal, [$($i:literal)*], [$($list:literal),*], [$a:literal, $b:literal, $p:literal]) => {
         impl Accumulator for [f32; $registers] {
             const COLUMNS: u32 = $columns;
+            type Packed = [u32; $registers / 2];
+
+            #[inline(always)]
+            fn pack(&self) -> Self::Packed {
+                core::array::from_fn(|i| convert::bf16x2(self[2 * i], self[2 * i + 1]))
+            }
+
+            #[inline(always)]
+            fn packed(packed: &Self::Packed, index: usize) -> u32 {
+                packed[index]
+            }
 
             #[inline(always)]
             fn get(&self, index: usize) -> f32 {
@@ -171,6 +192,34 @@ accumulator!(
         "{56}, {57}, {58}, {59}, {60}, {61}, {62}, {63}"
     ],
     [64, 65, 66]
+);
+
+accumulator!(
+    96,
+    192,
+    [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
+        16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
+        32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47
+        48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
+        64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79
+        80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
+    ],
+    [
+        "{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7},",
+        "{8}, {9}, {10}, {11}, {12}, {13}, {14}, {15},",
+        "{16}, {17}, {18}, {19}, {20}, {21}, {22}, {23},",
+        "{24}, {25}, {26}, {27}, {28}, {29}, {30}, {31},",
+        "{32}, {33}, {34}, {35}, {36}, {37}, {38}, {39},",
+        "{40}, {41}, {42}, {43}, {44}, {45}, {46}, {47},",
+        "{48}, {49}, {50}, {51}, {52}, {53}, {54}, {55},",
+        "{56}, {57}, {58}, {59}, {60}, {61}, {62}, {63},",
+        "{64}, {65}, {66}, {67}, {68}, {69}, {70}, {71},",
+        "{72}, {73}, {74}, {75}, {76}, {77}, {78}, {79},",
+        "{80}, {81}, {82}, {83}, {84}, {85}, {86}, {87},",
+        "{88}, {89}, {90}, {91}, {92}, {93}, {94}, {95}"
+    ],
+    [96, 97, 98]
 );
 
 accumulator!(

@@ -69,6 +69,54 @@ impl Place {
     }
 }
 
+/// Makes the second consumer start one step after the first.
+///
+/// Two that start together stay together: they would share the tensor cores, and then both
+/// leave them idle while they scale or round. A step apart, one multiplies meanwhile.
+struct Lag {
+    consumer: u32,
+    pending: bool,
+}
+
+impl Lag {
+    const BARRIER: u32 = 1;
+    const THREADS: u32 = 256;
+
+    #[inline(always)]
+    fn new(consumer: u32) -> Self {
+        Self {
+            consumer,
+            pending: true,
+        }
+    }
+
+    /// The second consumer waits, before its first step.
+    ///
+    /// # Safety
+    /// All threads of the consumer call it, converged; the first consumer has a step to do.
+    #[inline(always)]
+    unsafe fn wait(&mut self) {
+        if self.pending && self.consumer == 1 {
+            self.pending = false;
+            // SAFETY: the caller's promise.
+            unsafe { sync::barrier_wait::<{ Self::BARRIER }, { Self::THREADS }>() };
+        }
+    }
+
+    /// The first consumer has done a step.
+    ///
+    /// # Safety
+    /// All threads of the consumer call it, converged.
+    #[inline(always)]
+    unsafe fn end(&mut self) {
+        if self.pending {
+            self.pending = false;
+            // SAFETY: the caller's promise.
+            unsafe { sync::barrier_arrive::<{ Self::BARRIER }, { Self::THREADS }>() };
+        }
+    }
+}
+
 /// Computes this warpgroup's part of every tile of the block.
 ///
 /// # Safety
@@ -84,30 +132,32 @@ pub(super) unsafe fn run<F: Format, A: Accumulator>(
 ) {
     let place = Place::new(tile, memory, consumer, thread);
     let (mut stages, mut scales, mut values) = (memory.stages(), memory.scales(), memory.values());
+    let mut lag = Lag::new(consumer);
     let mut pending = Pending::none();
     loop {
         // SAFETY: the caller's contract carries over; stages and values are used between
         // their full barrier and their release.
         unsafe {
             values.wait_full();
-            if memory.coordinates_of(values.slot).is_none() {
+            if memory.coordinates_of(values.slot()).is_none() {
                 break;
             }
+            lag.wait();
             let mut sums = A::zeroed();
             if F::PER_STEP {
-                stepwise_sum::<F, A>(&place, args, &mut stages, &mut scales, &mut sums);
+                stepwise_sum::<F, A>(&place, args, &mut stages, &mut scales, &mut lag, &mut sums);
             } else {
-                plain_sum::<F, A>(&place, args, &mut stages, &mut sums, &pending);
+                plain_sum::<F, A>(&place, args, &mut stages, &mut lag, &mut sums, &pending);
             }
             // Read again rather than kept in registers.
-            let Some(coord) = memory.coordinates_of(values.slot) else {
+            let Some(coord) = memory.coordinates_of(values.slot()) else {
                 break;
             };
             if args.relay.couriers != 0 && consumer == 0 && thread == 0 {
                 courier::count_tile(args, &coord);
             }
             let fragment = Fragment::new(&place, &coord);
-            fragment.finish::<F, A>(&place, args, memory.tile_values(values.slot), &mut sums);
+            fragment.finish::<F, A>(&place, args, memory.tile_values(values.slot()), &mut sums);
             release(&place, values.empty());
             values.advance();
             pending = fragment.output(&place, args, &sums);
@@ -134,6 +184,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
     place: &Place,
     args: &GemmArgs,
     stages: &mut Pipeline,
+    lag: &mut Lag,
     sums: &mut A,
     pending: &Pending<A>,
 ) {
@@ -142,7 +193,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
     // SAFETY: the caller's contract; each stage is read after its full barrier.
     unsafe {
         while step < args.k_steps {
-            let (a, b) = place.descriptors(stages.slot);
+            let (a, b) = place.descriptors(stages.slot());
             stages.wait_full();
             wgmma::fence();
             F::step(sums, a, b, step);
@@ -151,6 +202,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
             wgmma::wait_all_but_one();
             if step > 0 {
                 release(place, previous);
+                lag.end();
             }
             previous = stages.empty();
             stages.advance();
@@ -158,6 +210,7 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
         }
         sums.wait_all();
         release(place, previous);
+        lag.end();
         pending.store_rest(place, args, args.k_steps);
     }
 }
@@ -173,6 +226,7 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
     args: &GemmArgs,
     stages: &mut Pipeline,
     scales: &mut Pipeline,
+    lag: &mut Lag,
     sums: &mut A,
 ) {
     let mut step = 0;
@@ -180,7 +234,7 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
     unsafe {
         let mut product = A::zeroed();
         while step < args.k_steps {
-            let (a, b) = place.descriptors(stages.slot);
+            let (a, b) = place.descriptors(stages.slot());
             stages.wait_full();
             wgmma::fence();
             F::step(&mut product, a, b, 0);
@@ -188,9 +242,10 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
             if F::STEP_SCALES && step % SCALE_STEPS == 0 {
                 scales.wait_full();
             }
-            let step_scales = StepScales::load::<F>(place, scales.slot, step);
+            let step_scales = StepScales::load::<F>(place, scales.slot(), step);
             product.wait_all();
             release(place, stages.empty());
+            lag.end();
             stages.advance();
             step_scales.add::<F, A>(&product, sums);
             step += 1;

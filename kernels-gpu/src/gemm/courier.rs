@@ -37,7 +37,7 @@ pub(super) unsafe fn run(
                 let Some((coord, unit)) = loads.next() else {
                     break;
                 };
-                let buffer = shared.relay_buffer(loaded.slot);
+                let buffer = shared.relay_buffer(loaded.slot());
                 load_unit(
                     tile,
                     step_k,
@@ -48,7 +48,7 @@ pub(super) unsafe fn run(
                     buffer,
                     loaded.full(),
                 );
-                advance(&mut loaded);
+                loaded.advance();
                 in_flight += 1;
             }
             if in_flight == 0 {
@@ -60,12 +60,12 @@ pub(super) unsafe fn run(
             let steps = unit_steps(tile, args.k_steps, number % loads.per_tile);
             tma::store_bytes(
                 relay.ring + slot as u64 * UNIT_BYTES as u64,
-                shared.relay_buffer(stored.slot),
+                shared.relay_buffer(stored.slot()),
                 steps * B_BOX_BYTES,
             );
             tma::fence_global();
             global::release(relay.state + slot as u64 * 4, number + 1);
-            advance(&mut stored);
+            stored.advance();
             in_flight -= 1;
             number += relay.couriers;
         }
@@ -125,16 +125,6 @@ impl Units {
 #[inline(always)]
 fn unit_steps(tile: Tile, k_steps: u32, unit: u32) -> u32 {
     (k_steps - unit / tile.b_boxes() * UNIT_STEPS).min(UNIT_STEPS)
-}
-
-/// Goes to the next buffer: only [`BUFFERS`] stages' barriers are used.
-#[inline(always)]
-fn advance(buffers: &mut super::pipeline::Pipeline) {
-    buffers.slot += 1;
-    if buffers.slot == BUFFERS {
-        buffers.slot = 0;
-        buffers.phase ^= 1;
-    }
 }
 
 /// Starts to load a unit from host memory.

@@ -49,7 +49,7 @@ pub(super) struct Maps {
     pub(super) b: u64,
 }
 
-/// Registers of a producer thread: it holds addresses and counters only.
+/// Registers of a producer thread: addresses and counters.
 const PRODUCER_REGISTERS: u32 = 56;
 /// Registers of a consumer thread: 56 + 2 x 224 = 3 x 168, what the launch allocates.
 const CONSUMER_REGISTERS: u32 = 224;

@@ -8,11 +8,9 @@ use crate::tile::{self, Tile};
 #[derive(Clone, Copy)]
 pub(super) struct Pipeline {
     barriers: u32,
+    /// A power of two, so that one counter is buffer and phase.
     depth: u32,
-    /// Current buffer.
-    pub(super) slot: u32,
-    /// Flips each time the ring wraps.
-    pub(super) phase: u32,
+    position: u32,
 }
 
 impl Pipeline {
@@ -21,9 +19,20 @@ impl Pipeline {
         Self {
             barriers,
             depth,
-            slot: 0,
-            phase: 0,
+            position: 0,
         }
+    }
+
+    /// Current buffer.
+    #[inline(always)]
+    pub(super) fn slot(&self) -> u32 {
+        self.position & (self.depth - 1)
+    }
+
+    /// Flips each time the ring wraps.
+    #[inline(always)]
+    fn phase(&self) -> u32 {
+        self.position / self.depth & 1
     }
 
     /// Initialises all barriers for `fill` arrivals of those that fill a buffer and `empty` of
@@ -33,26 +42,26 @@ impl Pipeline {
     /// One thread does it before anybody uses them.
     #[inline(always)]
     pub(super) unsafe fn initialise(mut self, fill: u32, empty: u32) {
-        while self.slot < self.depth {
+        while self.position < self.depth {
             // SAFETY: the caller's contract.
             unsafe {
                 mbarrier::init(self.full(), fill);
                 mbarrier::init(self.empty(), empty);
             }
-            self.slot += 1;
+            self.advance();
         }
     }
 
     /// Barrier that completes when the buffer is filled.
     #[inline(always)]
     pub(super) fn full(&self) -> u32 {
-        self.barriers + self.slot * 8
+        self.barriers + self.slot() * 8
     }
 
     /// Barrier that completes when the buffer is free again.
     #[inline(always)]
     pub(super) fn empty(&self) -> u32 {
-        self.barriers + (self.depth + self.slot) * 8
+        self.barriers + (self.depth + self.slot()) * 8
     }
 
     /// Waits until the buffer is filled.
@@ -62,7 +71,7 @@ impl Pipeline {
     #[inline(always)]
     pub(super) unsafe fn wait_full(&self) {
         // SAFETY: the caller's contract.
-        unsafe { mbarrier::wait(self.full(), self.phase) }
+        unsafe { mbarrier::wait(self.full(), self.phase()) }
     }
 
     /// Waits until the buffer is free; at once in the first round.
@@ -72,17 +81,13 @@ impl Pipeline {
     #[inline(always)]
     pub(super) unsafe fn wait_empty(&self) {
         // SAFETY: the caller's contract.
-        unsafe { mbarrier::wait(self.empty(), self.phase ^ 1) }
+        unsafe { mbarrier::wait(self.empty(), self.phase() ^ 1) }
     }
 
     /// Goes to the next buffer.
     #[inline(always)]
     pub(super) fn advance(&mut self) {
-        self.slot += 1;
-        if self.slot == self.depth {
-            self.slot = 0;
-            self.phase ^= 1;
-        }
+        self.position += 1;
     }
 }
 

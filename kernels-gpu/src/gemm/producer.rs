@@ -36,7 +36,7 @@ pub(super) unsafe fn run(
                 stages.wait_empty();
                 let full = stages.full();
                 mbarrier::arrive_expect_bytes(full, tile.stage_bytes());
-                let a = shared.stage(stages.slot);
+                let a = shared.stage(stages.slot());
                 load_a(tile, a, maps.a, step * step_k, coord.row, full);
                 let b = a + tile.a_bytes();
                 if args.relay.couriers == 0 {

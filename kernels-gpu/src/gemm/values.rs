@@ -38,7 +38,7 @@ pub(super) unsafe fn run<F: Format>(
             let next = walker.next_tile();
             values.wait_empty();
             if thread == 0 {
-                memory.put_coordinates(values.slot, next);
+                memory.put_coordinates(values.slot(), next);
                 mbarrier::arrive(values.full());
             }
             let Some(coord) = next else {
@@ -51,14 +51,14 @@ pub(super) unsafe fn run<F: Format>(
                 args,
                 coord,
             };
-            copy.values::<F>(memory.tile_values(values.slot));
+            copy.values::<F>(memory.tile_values(values.slot()));
             mbarrier::arrive_after_copies(values.full());
             values.advance();
             let mut step = 0;
             while F::STEP_SCALES && step < args.k_steps {
                 scales.wait_empty();
                 let steps = step..(step + SCALE_STEPS).min(args.k_steps);
-                copy.scales::<F>(steps, memory.step_scales(scales.slot, 0));
+                copy.scales::<F>(steps, memory.step_scales(scales.slot(), 0));
                 mbarrier::arrive_after_copies(scales.full());
                 scales.advance();
                 step += SCALE_STEPS;

@@ -1,6 +1,26 @@
-//! Warp barriers, shuffles and register reallocation.
+//! Barriers, shuffles and register reallocation.
 
 use core::arch::asm;
+
+/// Waits for `THREADS` threads at the named barrier `ID`; 0 is the block's.
+///
+/// # Safety
+/// All threads that take part must arrive, warp by warp converged.
+#[inline(always)]
+pub(crate) unsafe fn barrier_wait<const ID: u32, const THREADS: u32>() {
+    // SAFETY: the caller keeps the arrival rule.
+    unsafe { asm!("bar.sync {0}, {1};", const ID, const THREADS, options(nostack)) }
+}
+
+/// Arrives at the named barrier `ID` of `THREADS` threads, and does not wait.
+///
+/// # Safety
+/// As [`barrier_wait`].
+#[inline(always)]
+pub(crate) unsafe fn barrier_arrive<const ID: u32, const THREADS: u32>() {
+    // SAFETY: the caller keeps the arrival rule.
+    unsafe { asm!("bar.arrive {0}, {1};", const ID, const THREADS, options(nostack)) }
+}
 
 /// Waits for all lanes of the warp and orders their accesses to memory.
 ///

@@ -1,7 +1,9 @@
 //! Tile order of the grouped GEMM.
 //!
 //! Tiles are numbered group by group; inside a group the row tile runs fastest, so
-//! that the blocks of one wave share weight tiles in L2. Block `b` of a grid of `g`
+//! that the blocks of one wave share weight tiles in L2. Where a group has many row tiles,
+//! they run in blocks of [`ROW_BLOCK`], whose activations stay in L2 over all columns, unless
+//! weights are to come only once. Block `b` of a grid of `g`
 //! takes tiles b, b + g, b + 2g, ...; the producer and both consumers of a block walk
 //! the same list. Empty groups have no tile and cost one 16-byte load.
 
@@ -43,6 +45,9 @@ pub struct TileCoord {
     pub row_tiles: u32,
 }
 
+/// Row tiles whose activations are read from L2 for all columns of a group.
+pub const ROW_BLOCK: u32 = 16;
+
 /// Number of tiles of a group with `rows` rows.
 #[inline(always)]
 pub const fn group_tiles(rows: u32, n: u32, tile_m: u32, tile_n: u32) -> u32 {
@@ -55,6 +60,7 @@ pub struct TileWalker<G> {
     n_tiles: u32,
     tile_m: u32,
     tile_n: u32,
+    row_block: u32,
     next: u32,
     step: u32,
     index: u32,
@@ -80,6 +86,7 @@ impl<G: Groups> TileWalker<G> {
             n_tiles,
             tile_m,
             tile_n,
+            row_block: ROW_BLOCK,
             next: block,
             step: blocks,
             index: 0,
@@ -89,10 +96,19 @@ impl<G: Groups> TileWalker<G> {
         }
     }
 
+    /// The same walk with all row tiles of a column tile before the next column tile.
+    #[inline(always)]
+    pub fn by_columns(self) -> Self {
+        Self {
+            row_block: u32::MAX,
+            ..self
+        }
+    }
+
     /// Walker over the column tiles of all groups that have rows, in order.
     #[inline(always)]
     pub fn columns(groups: G, n: u32, tile_n: u32) -> Self {
-        Self::new(groups, n, u32::MAX, tile_n, 0, 1)
+        Self::new(groups, n, u32::MAX, tile_n, 0, 1).by_columns()
     }
 
     /// The block's next tile.
@@ -115,11 +131,22 @@ impl<G: Groups> TileWalker<G> {
                 self.group = self.groups.get(self.index);
             }
         }
-        // SAFETY: `next - base` is below row_tiles * n_tiles, so row_tiles is not 0.
-        unsafe { core::hint::assert_unchecked(row_tiles != 0) };
-        let local = self.next - self.base;
-        let column_tile = local / row_tiles;
-        let row_tile = local - column_tile * row_tiles;
+        let mut local = self.next - self.base;
+        let mut first_row = 0;
+        let mut rows = row_tiles;
+        if row_tiles > self.row_block {
+            let block_tiles = self.row_block * self.n_tiles;
+            // SAFETY: neither factor is 0: there is a tile.
+            unsafe { core::hint::assert_unchecked(block_tiles != 0) };
+            let row_block = local / block_tiles;
+            local -= row_block * block_tiles;
+            first_row = row_block * self.row_block;
+            rows = (row_tiles - first_row).min(self.row_block);
+        }
+        // SAFETY: `next - base` is below row_tiles * n_tiles, so there are rows.
+        unsafe { core::hint::assert_unchecked(rows != 0) };
+        let column_tile = local / rows;
+        let row_tile = first_row + local - column_tile * rows;
         self.next += self.step;
         Some(TileCoord {
             row: self.group.start + row_tile * self.tile_m,
@@ -156,12 +183,13 @@ mod tests {
     /// cover the group.
     #[test]
     fn each_tile_exactly_once() {
-        let cases: [&[u32]; 7] = [
+        let cases: [&[u32]; 8] = [
             &[],
             &[0],
             &[0, 0, 5],
             &[1, 64, 65, 128, 129],
             &[1000],
+            &[5000, 2100],
             &[0, 7, 0, 300, 0],
             &[1; 300],
         ];
@@ -177,6 +205,14 @@ mod tests {
                     }
                     for blocks in [1, 2, 132] {
                         let mut seen = HashSet::new();
+                        // Column tiles in order of their numbers.
+                        let mut last = 0;
+                        let mut walker =
+                            TileWalker::new(&groups[..], n, tile_m, tile_n, 0, 1).by_columns();
+                        while let Some(t) = walker.next_tile() {
+                            assert!(t.column_tile == last || t.column_tile == last + 1);
+                            last = t.column_tile;
+                        }
                         for block in 0..blocks {
                             let mut walker =
                                 TileWalker::new(&groups[..], n, tile_m, tile_n, block, blocks);

@@ -15,9 +15,9 @@
 //! ```text
 //! stage 0 .. S-1   A tile | B tile                  (each 1024-byte aligned)
 //! staging          8 warps x 16 rows x 64 columns of bf16
-//! step scales      2 x 4 steps x (f32 for each row | f32 for each column)
+//! step scales      C x 4 steps x (f32 for each row | f32 for each column)
 //! tile values      2 x (coordinates | row scales, column scales, bias: f32)
-//! barriers         full and empty: S of the stages, 2 of the scales, 2 of the values
+//! barriers         full and empty: S of the stages, C of the scales, 2 of the values
 //! ```
 
 /// Bytes of K in one stage and of one swizzled row.
@@ -45,7 +45,7 @@ pub const STAGING_BYTES: u32 = WARP_ROWS * STEP_BYTES;
 /// Steps of K whose scales come together: four neighbours of a row of scales are one access
 /// to the L2 cache.
 pub const SCALE_STEPS: u32 = 4;
-/// Buffers of scales, and of tile values: one in use, one being filled.
+/// Buffers of tile values: one in use, one being filled.
 pub const VALUE_BUFFERS: u32 = 2;
 
 /// Bytes of a tile's coordinates, as the consumers read them.
@@ -60,6 +60,8 @@ pub struct Tile {
     pub n: u32,
     /// Depth of the ring.
     pub stages: u32,
+    /// Buffers of [`SCALE_STEPS`] steps' scales; none in a tile for formats without them.
+    pub scale_buffers: u32,
 }
 
 /// 128 x 256, four stages: the least traffic for each operation, where one accumulator a
@@ -68,24 +70,28 @@ pub const M128N256: Tile = Tile {
     m: 128,
     n: 256,
     stages: 4,
+    scale_buffers: 0,
 };
 /// 128 x 192, four stages: the widest that leaves registers for a second accumulator.
 pub const M128N192: Tile = Tile {
     m: 128,
     n: 192,
     stages: 4,
+    scale_buffers: 4,
 };
 /// 128 x 128, four stages: where scales of columns take registers too.
 pub const M128N128: Tile = Tile {
     m: 128,
     n: 128,
     stages: 4,
+    scale_buffers: 4,
 };
 /// 64 x 256, four stages: for experts of at most 64 rows.
 pub const M64N256: Tile = Tile {
     m: 64,
     n: 256,
     stages: 4,
+    scale_buffers: 2,
 };
 
 impl Tile {
@@ -121,7 +127,7 @@ impl Tile {
 
     /// Offset of the values that come with each tile.
     pub const fn values_offset(self) -> u32 {
-        self.step_scales_offset() + VALUE_BUFFERS * SCALE_STEPS * self.step_scales_bytes()
+        self.step_scales_offset() + self.scale_buffers * SCALE_STEPS * self.step_scales_bytes()
     }
 
     /// Bytes of one tile's values: coordinates, row scales, column scales, bias.
@@ -136,7 +142,7 @@ impl Tile {
 
     /// Dynamic shared memory of a block.
     pub const fn shared_bytes(self) -> u32 {
-        self.barrier_offset() + 2 * (self.stages + 2 * VALUE_BUFFERS) * 8
+        self.barrier_offset() + 2 * (self.stages + self.scale_buffers + VALUE_BUFFERS) * 8
     }
 
     /// Consumers stacked along M (the others lie side by side along N).
@@ -172,6 +178,7 @@ const _: () = {
         assert!(t.a_bytes().is_multiple_of(1024) && t.b_bytes().is_multiple_of(1024));
         assert!(t.barrier_offset().is_multiple_of(8));
         assert!(t.stages.is_power_of_two() && VALUE_BUFFERS.is_power_of_two());
+        assert!(t.scale_buffers == 0 || t.scale_buffers.is_power_of_two());
         assert!(t.m * t.n == CONSUMERS * WARPGROUP_M * t.warpgroup_n());
         i += 1;
     }

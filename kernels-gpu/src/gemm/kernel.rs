@@ -100,7 +100,10 @@ pub(super) unsafe fn grouped_gemm<F: Format, A: Accumulator>(
         let (block, blocks) = (block - couriers, thread::grid_dim_x() - couriers);
         if warpgroup == 0 {
             sync::registers_down::<PRODUCER_REGISTERS>();
-            let walker = TileWalker::new(groups, args.n, tile.m, tile.n, block, blocks);
+            let mut walker = TileWalker::new(groups, args.n, tile.m, tile.n, block, blocks);
+            if couriers > 0 {
+                walker = walker.by_columns();
+            }
             if thread == 0 {
                 producer::run(tile, operands.step_k(), maps, args, walker, shared);
             } else if thread >= 32 {

@@ -116,14 +116,14 @@ impl Shared {
         let before = 2 * self.tile.stages * 8;
         Pipeline::new(
             self.base + self.tile.barrier_offset() + before,
-            tile::VALUE_BUFFERS,
+            self.tile.scale_buffers,
         )
     }
 
     /// The pipeline of tile values.
     #[inline(always)]
     pub(super) const fn values(&self) -> Pipeline {
-        let before = 2 * (self.tile.stages + tile::VALUE_BUFFERS) * 8;
+        let before = 2 * (self.tile.stages + self.tile.scale_buffers) * 8;
         Pipeline::new(
             self.base + self.tile.barrier_offset() + before,
             tile::VALUE_BUFFERS,

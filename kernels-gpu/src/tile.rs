@@ -105,7 +105,7 @@ impl Tile {
         self.n * STEP_BYTES
     }
 
-    /// Bytes of a stage: what the copies of one stage bring.
+    /// Bytes of a stage.
     pub const fn stage_bytes(self) -> u32 {
         self.a_bytes() + self.b_bytes()
     }
@@ -159,6 +159,18 @@ impl Tile {
     pub const fn b_boxes(self) -> u32 {
         self.n / B_BOX_ROWS
     }
+
+    /// Boxes of B that have weight rows, in a tile at `column` of `n`: others are not loaded,
+    /// since their columns are not stored.
+    #[inline(always)]
+    pub const fn used_boxes(self, column: u32, n: u32) -> u32 {
+        let needed = (n - column).div_ceil(B_BOX_ROWS);
+        if needed < self.b_boxes() {
+            needed
+        } else {
+            self.b_boxes()
+        }
+    }
 }
 
 /// XOR of the 16-byte chunk index with the row, as TMA and wgmma's 128-byte swizzle do:
@@ -187,6 +199,19 @@ const _: () = {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn boxes_past_n_are_not_used() {
+        for (column, n, want) in [
+            (0, 1, 1),
+            (0, 64, 1),
+            (0, 65, 2),
+            (192, 4096, 3),
+            (4032, 4096, 1),
+        ] {
+            assert_eq!(M128N192.used_boxes(column, n), want);
+        }
+    }
 
     #[test]
     fn swizzle_is_a_bijection_without_bank_conflicts() {

@@ -48,7 +48,7 @@ impl Relay {
             ring,
             state: state.as_raw(),
             slots,
-            couriers: std::env::var("XC").ok().and_then(|v| v.parse().ok()).unwrap_or(COURIERS).min(gpu.sm_count() / 4).max(1),
+            couriers: COURIERS.min(gpu.sm_count() / 4).max(1),
         })
     }
 }

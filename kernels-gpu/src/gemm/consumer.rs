@@ -245,8 +245,8 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
             let step_scales = StepScales::load::<F>(place, scales.slot(), step);
             product.wait_all();
             release(place, stages.empty());
-            lag.end();
             stages.advance();
+            lag.end();
             step_scales.add::<F, A>(&product, sums);
             step += 1;
             if F::STEP_SCALES && (step % SCALE_STEPS == 0 || step == args.k_steps) {

@@ -28,7 +28,7 @@ pub(super) unsafe fn run(
     let relay = &args.relay;
     let mut loads = Units::new(tile, args, columns, courier);
     let (mut loaded, mut stored) = (shared.stages(), shared.stages());
-    let (mut in_flight, mut number) = (0, courier);
+    let mut in_flight = 0;
     // SAFETY: buffers are used between their load and the end of their store; a slot is
     // written once all that read its last unit have said so.
     unsafe {
@@ -37,6 +37,7 @@ pub(super) unsafe fn run(
                 let Some((coord, unit)) = loads.next() else {
                     break;
                 };
+                shared.put_unit(loaded.slot(), loads.first + unit);
                 let buffer = shared.relay_buffer(loaded.slot());
                 load_unit(
                     tile,
@@ -55,6 +56,7 @@ pub(super) unsafe fn run(
                 return;
             }
             stored.wait_full();
+            let number = shared.unit_in(stored.slot());
             wait_free(args, loads.per_tile, number);
             let slot = number % relay.slots;
             let steps = unit_steps(tile, args.k_steps, number % loads.per_tile);
@@ -67,7 +69,6 @@ pub(super) unsafe fn run(
             global::release(relay.state + slot as u64 * 4, number + 1);
             stored.advance();
             in_flight -= 1;
-            number += relay.couriers;
         }
     }
 }
@@ -76,8 +77,12 @@ pub(super) unsafe fn run(
 struct Units {
     columns: TileWalker<DeviceGroups>,
     coord: Option<TileCoord>,
+    tile: Tile,
+    n: u32,
     /// Units of a column tile.
     per_tile: u32,
+    /// Number of the column tile's first unit.
+    first: u32,
     /// Next unit, counted from the column tile's first.
     next: u32,
     step: u32,
@@ -100,7 +105,10 @@ impl Units {
         Self {
             coord: columns.next_tile(),
             columns,
+            tile,
+            n: args.n,
             per_tile,
+            first: 0,
             next: courier,
             step: args.relay.couriers,
         }
@@ -112,9 +120,14 @@ impl Units {
             let unit = self.next;
             if unit < self.per_tile {
                 self.next += self.step;
-                return Some((coord, unit));
+                // Boxes past N have no bytes.
+                if unit % self.tile.b_boxes() < self.tile.used_boxes(coord.column, self.n) {
+                    return Some((coord, unit));
+                }
+                continue;
             }
             self.next -= self.per_tile;
+            self.first += self.per_tile;
             self.coord = self.columns.next_tile();
         }
         None

@@ -200,6 +200,26 @@ impl Shared {
         self.base + self.tile.staging_offset() + warp * tile::STAGING_BYTES
     }
 
+    /// Notes that a courier's buffer `index` holds unit `number`, where others keep tile values.
+    ///
+    /// # Safety
+    /// The block is a courier.
+    #[inline(always)]
+    pub(super) unsafe fn put_unit(&self, index: u32, number: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { shared::store(self.coordinates(0) + index * 4, number) }
+    }
+
+    /// The unit in a courier's buffer `index`.
+    ///
+    /// # Safety
+    /// The block is a courier, and the buffer was filled.
+    #[inline(always)]
+    pub(super) unsafe fn unit_in(&self, index: u32) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { shared::load(self.coordinates(0) + index * 4) }
+    }
+
     /// A courier's buffer, in the place of stages.
     #[inline(always)]
     pub(super) const fn relay_buffer(&self, index: u32) -> u32 {

@@ -1,10 +1,8 @@
-//! The producer: one thread that keeps the stages full. Loops stay loops (bounds are opaque),
-//! to keep coordinates in few registers.
+//! The producer: one thread that keeps the stages full.
 
 use super::kernel::{DeviceGroups, Maps};
 use super::pipeline::Shared;
 use crate::args::{GemmArgs, weight_layout};
-use crate::ptx::convert::opaque;
 use crate::ptx::{global, mbarrier, tma};
 use crate::relay::{UNIT_BYTES, UNIT_STEPS, unit, units};
 use crate::schedule::{TileCoord, TileWalker};
@@ -31,23 +29,24 @@ pub(super) unsafe fn run(
     unsafe {
         tma::prefetch_map(maps.a);
         while let Some(coord) = walker.next_tile() {
+            let boxes = tile.used_boxes(coord.column, args.n);
             let mut step = 0;
             while step < args.k_steps {
                 stages.wait_empty();
                 let full = stages.full();
-                mbarrier::arrive_expect_bytes(full, tile.stage_bytes());
+                mbarrier::arrive_expect_bytes(full, tile.a_bytes() + boxes * B_BOX_BYTES);
                 let a = shared.stage(stages.slot());
                 load_a(tile, a, maps.a, step * step_k, coord.row, full);
                 let b = a + tile.a_bytes();
                 if args.relay.couriers == 0 {
                     let mut index = 0;
-                    while index < opaque(tile.b_boxes()) {
+                    while index < boxes {
                         let dst = b + index * B_BOX_BYTES;
                         load_box(dst, maps.b, args, &coord, index, step, step_k, full);
                         index += 1;
                     }
                 } else {
-                    load_relayed(tile, b, args, &coord, step, full);
+                    load_relayed(tile, b, args, &coord, boxes, step, full);
                 }
                 stages.advance();
                 step += 1;
@@ -118,6 +117,7 @@ unsafe fn load_relayed(
     dst: u32,
     args: &GemmArgs,
     coord: &TileCoord,
+    boxes: u32,
     step: u32,
     full: u32,
 ) {
@@ -127,7 +127,7 @@ unsafe fn load_relayed(
     let first = coord.column_tile * units(tile, args.k_steps);
     let in_unit = step % UNIT_STEPS;
     let mut index = 0;
-    while index < opaque(tile.b_boxes()) {
+    while index < boxes {
         let number = first + unit(tile, step, index);
         let slot = number % relay.slots;
         // SAFETY: a courier fills the slot with this unit, which stays there until this

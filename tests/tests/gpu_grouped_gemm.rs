@@ -10,7 +10,9 @@ use asym_gemm::transfer::Transfer;
 use asym_gemm_testkit::compare::{
     Bound, Output as OutputType, assert_poisoned, bits_equal, check_close,
 };
-use asym_gemm_testkit::generate::{Pattern, gemm_shapes, matrix, rounded_to_bf16, row_counts};
+use asym_gemm_testkit::generate::{
+    Pattern, gemm_shapes, int8_codes, matrix, rounded_to_bf16, row_counts,
+};
 use asym_gemm_testkit::reference::{Group, Operand, QuantisedMatrix, grouped_gemm, int8_gemm};
 use asym_gemm_testkit::skip;
 use asym_gemm_tests::{FORMATS, gpu};
@@ -480,6 +482,138 @@ fn relay_reuses_its_ring() {
         let (got, plan) = run(WeightMemory::Pinned(&pinned), Transfer::Direct);
         assert!(plan.couriers > 0, "{plan}");
         bits_equal("relay", &got, &want, n).unwrap_or_else(|m| panic!("{m}"));
+    }
+}
+
+/// Output of more than 2^31 elements: offsets of rows need 64 bits.
+#[test]
+fn output_past_2_31_elements() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let (experts, m, n, k) = (10, 53_000, 4096, 64);
+    let rows = experts * m;
+    assert!(rows * n > 1 << 31);
+    let some = rounded_to_bf16(&matrix(Pattern::Gaussian, 1, 1009, k));
+    let a_value = |row: usize, i: usize| some[row % 1009 * k + i];
+    let b_values = rounded_to_bf16(&matrix(Pattern::Gaussian, 2, experts * n, k));
+    let a: Vec<bf16> = (0..rows)
+        .flat_map(|row| (0..k).map(move |i| (row, i)))
+        .map(|(row, i)| bf16::from_f32(a_value(row, i)))
+        .collect();
+    let a = DeviceBuffer::from_slice(&gpu, &a).unwrap();
+    let bytes: Vec<u8> = b_values
+        .iter()
+        .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+        .collect();
+    let device = DeviceBuffer::from_slice(&gpu, &bytes).unwrap();
+    let memory = WeightMemory::Device(&device);
+    let b = Weights::new(memory, WeightFormat::Bf16, experts, n, k, None).unwrap();
+    let a = Activations::Bf16(DeviceMatrix::new(&a, rows, k, k).unwrap());
+    let groups: Vec<GroupRange> = (0..experts)
+        .map(|weight| GroupRange {
+            weight,
+            start: weight * m,
+            end: (weight + 1) * m,
+        })
+        .collect();
+    let mut out = DeviceBuffer::<bf16>::alloc(&gpu, rows * n).unwrap();
+    out.fill_bytes(0xff).unwrap();
+    let mut d = Output::Bf16(DeviceMatrixMut::new(&mut out, rows, n, n).unwrap());
+    let mut gemm = GroupedGemm::new(&gpu);
+    gemm.run(&a, &b, &groups, &mut d, Transfer::Resident, &stream)
+        .unwrap();
+    let mut got = vec![bf16::NAN; n];
+    for row in [0, m - 1, m, (1 << 31) / n - 1, (1 << 31) / n, rows - 1] {
+        out.copy_to_host_at(row * n, &mut got).unwrap();
+        for (column, got) in got.iter().enumerate() {
+            let weights = &b_values[(row / m * n + column) * k..][..k];
+            let terms = weights
+                .iter()
+                .enumerate()
+                .map(|(i, &w)| f64::from(a_value(row, i)) * f64::from(w));
+            let (want, size) = terms.fold((0.0, 0.0), |(s, z), x| (s + x, z + x.abs()));
+            let bound = want.abs() * 0.004 + size * 1e-6;
+            let within = (got.to_f64() - want).abs() <= bound; // false for NaN
+            assert!(within, "[{row}, {column}]: {got}, expected {want}");
+        }
+    }
+}
+
+/// A bank of 512 experts of more than 2^31 elements: offsets of weights and scales.
+#[test]
+fn weights_past_2_31_elements() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let (experts, n, k) = (512, 2056, 2048);
+    assert!(experts * n * k > 1 << 31);
+    // Expert e takes its weights from 16 e on: all differ.
+    let base: Vec<u8> = int8_codes(1, n * k + 16 * experts)
+        .iter()
+        .map(|&x| x as u8)
+        .collect();
+    let mut device = DeviceBuffer::<u8>::alloc(&gpu, experts * n * k).unwrap();
+    for e in 0..experts {
+        device
+            .copy_from_host_at(e * n * k, &base[16 * e..][..n * k])
+            .unwrap();
+    }
+    let b_scales: Vec<f32> = (0..experts * n).map(|i| (i % 977 + 1) as f32).collect();
+    let a: Vec<i8> = int8_codes(2, experts * k);
+    let (a_codes, a_scales, scales) = (
+        DeviceBuffer::from_slice(&gpu, &a).unwrap(),
+        DeviceBuffer::from_slice(&gpu, &vec![0.5f32; experts]).unwrap(),
+        DeviceBuffer::from_slice(&gpu, &b_scales).unwrap(),
+    );
+    let b = Weights::new(
+        WeightMemory::Device(&device),
+        WeightFormat::Int8PerRow,
+        experts,
+        n,
+        k,
+        Some(DeviceMatrix::new(&scales, experts * n, 1, 1).unwrap()),
+    );
+    let a_view = Activations::Int8 {
+        codes: DeviceMatrix::new(&a_codes, experts, k, k).unwrap(),
+        scales: DeviceMatrix::new(&a_scales, experts, 1, 1).unwrap(),
+    };
+    let groups: Vec<GroupRange> = (0..experts)
+        .map(|e| GroupRange {
+            weight: e,
+            start: e,
+            end: e + 1,
+        })
+        .collect();
+    let mut out = DeviceBuffer::<f32>::alloc(&gpu, experts * n).unwrap();
+    out.fill_bytes(0xff).unwrap();
+    let mut d = Output::F32(DeviceMatrixMut::new(&mut out, experts, n, n).unwrap());
+    let mut gemm = GroupedGemm::new(&gpu);
+    gemm.run(
+        &a_view,
+        &b.unwrap(),
+        &groups,
+        &mut d,
+        Transfer::Resident,
+        &stream,
+    )
+    .unwrap();
+    let out = out.to_vec().unwrap();
+    for e in [0, 1, 255, 509, 510, 511] {
+        for column in 0..n {
+            let weights = &base[16 * e + column * k..][..k];
+            let sum: i32 = a[e * k..][..k]
+                .iter()
+                .zip(weights)
+                .map(|(&x, &w)| i32::from(x) * i32::from(w as i8))
+                .sum();
+            let want = sum as f32 * (0.5 * b_scales[e * n + column]);
+            assert_eq!(out[e * n + column], want, "expert {e} column {column}");
+        }
     }
 }
 

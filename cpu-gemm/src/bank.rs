@@ -4,11 +4,11 @@
 //! bytes, so a bank needs no alignment (64 bytes is faster).
 
 use asym_gemm_formats::bank::{BankGeometry, GATE_UP_PANELS, PANEL_ROWS, Projection, SLICE};
-use asym_gemm_formats::{WeightFormat, bf16, int8};
+use asym_gemm_formats::{WeightFormat, bf16, e4m3, fp8, int8};
 
 use crate::CpuError;
-use crate::kernels::Lanes;
 use crate::recipe::MAX_EXACT_K;
+use crate::tile::Lanes;
 use crate::validate::same;
 
 /// The most rows or columns of one expert matrix.
@@ -57,10 +57,6 @@ pub(crate) struct ExpertRef<'a> {
 }
 
 impl<'a> ExpertRef<'a> {
-    pub(crate) fn geometry(&self) -> BankGeometry {
-        self.geometry
-    }
-
     fn slice(&self, slice: usize) -> &'a [u8] {
         let size = self.geometry.slice_bytes();
         &self.bytes[slice * size..][..size]
@@ -72,17 +68,22 @@ impl<'a> ExpertRef<'a> {
         &self.slice(slice)[panel * size..][..size]
     }
 
-    /// The scales of that panel, one set of lanes for each block of K.
-    pub(crate) fn gate_up_scales(&self, slice: usize, panel: usize, out: &mut Vec<Lanes<f32>>) {
+    /// The scales of that panel's rows for block `block` of K; ones in bf16.
+    #[inline(always)]
+    pub(crate) fn gate_up_scales(&self, slice: usize, panel: usize, block: usize) -> Lanes<f32> {
         let blocks = self.geometry.hidden_blocks();
-        out.clear();
-        out.resize(blocks, [0.0; PANEL_ROWS]);
+        if blocks == 0 {
+            return [1.0; PANEL_ROWS];
+        }
+        if self.geometry.format == WeightFormat::Fp8Block128 {
+            // Gate and up panels alternate; all of either have their scales in common.
+            let start = self.geometry.gate_up_scales_offset() + (panel % 2 * blocks + block) * 4;
+            return [float(&self.slice(slice)[start..]); PANEL_ROWS];
+        }
         let start = self.geometry.gate_up_scales_offset() + panel * PANEL_ROWS * blocks * 4;
         let bytes = &self.slice(slice)[start..][..PANEL_ROWS * blocks * 4];
         let (values, _) = bytes.as_chunks::<4>();
-        for (i, value) in values.iter().enumerate() {
-            out[i % blocks][i / blocks] = f32::from_le_bytes(*value);
-        }
+        std::array::from_fn(|row| f32::from_le_bytes(values[row * blocks + block]))
     }
 
     /// The biases of that panel, if the bank has biases.
@@ -99,25 +100,37 @@ impl<'a> ExpertRef<'a> {
         &self.slice(slice)[self.geometry.down_offset() + panel * size..][..size]
     }
 
-    /// The scales of that panel in Block128; zeros in other formats.
+    /// The panels of a slice's down from `panel` on, with everything that follows in the expert:
+    /// the same panel of the next slice lies `slice_bytes` further.
+    pub(crate) fn down_panels_from(&self, panel: usize) -> &'a [u8] {
+        let size = self.geometry.down_panel_bytes();
+        &self.bytes[self.geometry.down_offset() + panel * size..]
+    }
+
+    /// The scales of that panel in int8-block128 and fp8; ones in other formats.
     pub(crate) fn down_block_scales(&self, slice: usize, panel: usize) -> Lanes<f32> {
         match self.geometry.format {
             WeightFormat::Int8Block128 => {
                 let start = self.geometry.down_block_scales_offset() + panel * PANEL_ROWS * 4;
                 lanes(&self.slice(slice)[start..])
             }
-            _ => [0.0; PANEL_ROWS],
+            WeightFormat::Fp8Block128 => {
+                let block = panel * PANEL_ROWS / fp8::BLOCK;
+                let start = self.geometry.down_block_scales_offset() + block * 4;
+                [float(&self.slice(slice)[start..]); PANEL_ROWS]
+            }
+            WeightFormat::Bf16 | WeightFormat::Int8PerRow => [1.0; PANEL_ROWS],
         }
     }
 
-    /// The scales of down panel `panel` in PerRow; zeros in other formats.
-    pub(crate) fn down_row_scales(&self, panel: usize) -> Lanes<f32> {
+    /// The scales of down panel `panel` over all of I in PerRow.
+    pub(crate) fn down_row_scales(&self, panel: usize) -> Option<Lanes<f32>> {
         match self.geometry.format {
             WeightFormat::Int8PerRow => {
                 let start = self.geometry.down_row_scales_offset() + panel * PANEL_ROWS * 4;
-                lanes(&self.bytes[start..])
+                Some(lanes(&self.bytes[start..]))
             }
-            _ => [0.0; PANEL_ROWS],
+            _ => None,
         }
     }
 
@@ -128,10 +141,20 @@ impl<'a> ExpertRef<'a> {
     }
 }
 
+/// The f32 at the start of `bytes`.
+fn float(bytes: &[u8]) -> f32 {
+    f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
 /// The 16 f32 at the start of `bytes`.
+#[inline(always)]
 fn lanes(bytes: &[u8]) -> Lanes<f32> {
-    let (values, _) = bytes[..PANEL_ROWS * 4].as_chunks::<4>();
-    std::array::from_fn(|i| f32::from_le_bytes(values[i]))
+    let words: Lanes<u32> = bytemuck::pod_read_unaligned(&bytes[..PANEL_ROWS * 4]);
+    let mut lanes = [0.0; PANEL_ROWS];
+    for (lane, word) in lanes.iter_mut().zip(words) {
+        *lane = f32::from_bits(u32::from_le(word));
+    }
+    lanes
 }
 
 /// Where the weights of one expert come from, in f32.
@@ -158,7 +181,8 @@ fn shape(geometry: &BankGeometry, projection: Projection) -> (usize, usize) {
 /// Rounds or quantises one expert into `out`, exactly `geometry.expert_bytes()` long.
 ///
 /// bf16 rounds to nearest even. int8 takes the scale of `Int8PerRow` over a whole row (of
-/// down, over all of I) and that of `Int8Block128` over 128 columns.
+/// down, over all of I) and that of `Int8Block128` over 128 columns; `Fp8Block128` over 128 rows and
+/// 128 columns.
 ///
 /// # Errors
 /// A zero or too large dimension, another length of `out`, or a bias of another length.
@@ -178,31 +202,44 @@ pub fn pack_expert(
     out.fill(0);
     for projection in PROJECTIONS {
         let (rows, k) = shape(&geometry, projection);
-        let mut values = vec![0f32; k];
-        let mut codes = vec![0i8; k];
+        // Rows that are quantised together.
+        let band = match geometry.format {
+            WeightFormat::Fp8Block128 => fp8::BLOCK.min(rows),
+            _ => 1,
+        };
+        let mut values = vec![0f32; band * k];
+        let mut codes = vec![0u8; band * k];
         let mut scales = vec![0f32; k.div_ceil(int8::BLOCK)];
-        for row in 0..rows {
-            source.row(projection, row, &mut values);
+        for first in (0..rows).step_by(band) {
+            let count = band.min(rows - first);
+            let values = &mut values[..count * k];
+            for (row, values) in values.chunks_mut(k).enumerate() {
+                source.row(projection, first + row, values);
+            }
+            let codes = &mut codes[..count * k];
             match geometry.format {
                 WeightFormat::Bf16 => {
                     for (k, &x) in values.iter().enumerate() {
-                        let at = geometry.element_offset(projection, row, k);
+                        let at = geometry.element_offset(projection, first, k);
                         out[at..at + 2].copy_from_slice(&bf16::encode(x).to_le_bytes());
                     }
                     continue;
                 }
                 WeightFormat::Int8PerRow => {
-                    scales.fill(int8::quantise_per_row(&values, &mut codes));
+                    let codes = bytemuck::cast_slice_mut(codes);
+                    scales.fill(int8::quantise_per_row(values, codes));
                 }
                 WeightFormat::Int8Block128 => {
-                    int8::quantise_blocks(&values, &mut codes, &mut scales);
+                    let codes = bytemuck::cast_slice_mut(codes);
+                    int8::quantise_blocks(values, codes, &mut scales);
                 }
+                WeightFormat::Fp8Block128 => fp8::quantise_band(values, k, codes, &mut scales),
             }
-            for (k, &code) in codes.iter().enumerate() {
-                out[geometry.element_offset(projection, row, k)] = code as u8;
+            for (i, &code) in codes.iter().enumerate() {
+                out[geometry.element_offset(projection, first + i / k, i % k)] = code;
             }
             for (block, scale) in scales.iter().enumerate() {
-                let at = scale_offset(&geometry, projection, row, block);
+                let at = scale_offset(&geometry, projection, first, block);
                 out[at..at + 4].copy_from_slice(&scale.to_le_bytes());
             }
         }
@@ -216,7 +253,7 @@ pub fn pack_expert(
     Ok(())
 }
 
-/// Offset in an int8 expert of the scale of `row` for columns `block * 128..`.
+/// Offset in an int8 or fp8 expert of the scale of `row` for columns `block * 128..`.
 fn scale_offset(
     geometry: &BankGeometry,
     projection: Projection,
@@ -224,6 +261,17 @@ fn scale_offset(
     block: usize,
 ) -> usize {
     match (projection, geometry.format) {
+        (Projection::Gate | Projection::Up, WeightFormat::Fp8Block128) => {
+            let up = usize::from(projection == Projection::Up);
+            row / SLICE * geometry.slice_bytes()
+                + geometry.gate_up_scales_offset()
+                + (up * geometry.hidden_blocks() + block) * 4
+        }
+        (Projection::Down, WeightFormat::Fp8Block128) => {
+            block * geometry.slice_bytes()
+                + geometry.down_block_scales_offset()
+                + row / fp8::BLOCK * 4
+        }
         (Projection::Gate | Projection::Up, format) => {
             let block = match format {
                 WeightFormat::Int8Block128 => block,
@@ -293,23 +341,22 @@ pub fn unpack(geometry: BankGeometry, bytes: &[u8]) -> Result<UnpackedExpert, Cp
         geometry.expert_bytes(),
         bytes.len(),
     )?;
-    let float =
-        |at: usize| f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let float = |at: usize| float(&bytes[at..]);
     let weights = PROJECTIONS.map(|projection| {
         let (rows, k) = shape(&geometry, projection);
         let mut values = Vec::with_capacity(rows * k);
         for row in 0..rows {
             for k in 0..k {
                 let at = geometry.element_offset(projection, row, k);
+                let scale = || float(scale_offset(&geometry, projection, row, k / int8::BLOCK));
                 values.push(match geometry.format {
                     WeightFormat::Bf16 => {
                         bf16::decode(u16::from_le_bytes([bytes[at], bytes[at + 1]]))
                     }
-                    _ => {
-                        let block = k / int8::BLOCK;
-                        let scale = float(scale_offset(&geometry, projection, row, block));
-                        f32::from(bytes[at] as i8) * scale
+                    WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => {
+                        f32::from(bytes[at] as i8) * scale()
                     }
+                    WeightFormat::Fp8Block128 => e4m3::decode(bytes[at]) * scale(),
                 });
             }
         }

@@ -51,20 +51,25 @@ pub fn combine(parts: Combine<'_>, out: &mut [f32]) -> Result<(), CpuError> {
         same("the length of the shared rows", out.len(), shared.len())?;
         same("the length of the shared weights", tokens, weights.len())?;
     }
-    let bad = |&index: &i32| index < -1 || index >= 0 && index as usize >= rows;
-    if let Some(at) = parts.output_index.iter().position(bad) {
-        return Err(CpuError::OutputIndex {
-            token: at / top_k,
-            slot: at % top_k,
-            index: parts.output_index[at],
-            rows,
-        });
-    }
+    check_indices(parts.output_index, top_k, rows)?;
     out.par_chunks_mut(hidden)
         .enumerate()
         .with_min_len(4)
         .for_each(|(token, out)| wide::run(Token { parts, token, out }));
     Ok(())
+}
+
+fn check_indices(output_index: &[i32], top_k: usize, rows: usize) -> Result<(), CpuError> {
+    let bad = |&index: &i32| index < -1 || index >= 0 && index as usize >= rows;
+    match output_index.iter().position(bad) {
+        None => Ok(()),
+        Some(at) => Err(CpuError::OutputIndex {
+            token: at / top_k,
+            slot: at % top_k,
+            index: output_index[at],
+            rows,
+        }),
+    }
 }
 
 struct Token<'a> {
@@ -76,18 +81,93 @@ struct Token<'a> {
 impl WideBody for Token<'_> {
     #[inline(always)]
     fn run(self) {
-        let Self { parts, token, out } = self;
-        out.fill(0.0);
-        let slots = token * parts.top_k..(token + 1) * parts.top_k;
-        for slot in slots {
-            if let Ok(row) = usize::try_from(parts.output_index[slot]) {
-                let y = &parts.y[row * parts.hidden..][..parts.hidden];
-                add_weighted(out, parts.weights[slot], y);
-            }
+        add_columns(&self.parts, self.token, 0, self.out);
+    }
+}
+
+/// out = the sums of columns `first..first + out.len()` of a token.
+#[inline(always)]
+fn add_columns(parts: &Combine<'_>, token: usize, first: usize, out: &mut [f32]) {
+    out.fill(0.0);
+    let slots = token * parts.top_k..(token + 1) * parts.top_k;
+    for slot in slots {
+        if let Ok(row) = usize::try_from(parts.output_index[slot]) {
+            let y = &parts.y[row * parts.hidden + first..][..out.len()];
+            add_weighted(out, parts.weights[slot], y);
         }
-        if let Some((shared, weights)) = parts.shared {
-            let row = &shared[token * parts.hidden..][..parts.hidden];
-            add_weighted(out, weights[token], row);
+    }
+    if let Some((shared, weights)) = parts.shared {
+        let row = &shared[token * parts.hidden + first..][..out.len()];
+        add_weighted(out, weights[token], row);
+    }
+}
+
+/// Which rows of y a token adds up, and with what weights.
+#[derive(Clone, Copy, Debug)]
+pub struct Slots<'a> {
+    /// Slots of a token.
+    pub top_k: usize,
+    /// Row of y for each token and slot, [T, top_k]; -1 skips the slot, whose weight is not read.
+    pub output_index: &'a [i32],
+    /// Routing weights [T, top_k].
+    pub weights: &'a [f32],
+}
+
+impl Slots<'_> {
+    /// Checks them for `tokens` tokens and `rows` rows of y.
+    pub(crate) fn validate(&self, tokens: usize, rows: usize) -> Result<(), CpuError> {
+        let slots = tokens.saturating_mul(self.top_k);
+        same("the length of output_index", slots, self.output_index.len())?;
+        same("the length of weights", slots, self.weights.len())?;
+        check_indices(self.output_index, self.top_k, rows)
+    }
+
+    /// The division of the sums of T tokens, `hidden` columns each, into tasks that read about
+    /// `elements` elements of y.
+    pub(crate) fn divide(&self, tokens: usize, hidden: usize, elements: usize) -> SlotTasks {
+        let a_token = (self.top_k.max(1) * hidden).max(1);
+        SlotTasks {
+            tokens,
+            columns: match a_token.div_ceil(elements) {
+                1 => hidden,
+                parts => hidden.div_ceil(parts),
+            },
+            tokens_a_task: (elements / a_token).max(1),
+        }
+    }
+}
+
+/// Tasks of a sum over slots: each has some columns of some tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct SlotTasks {
+    tokens: usize,
+    columns: usize,
+    tokens_a_task: usize,
+}
+
+impl SlotTasks {
+    pub(crate) fn count(&self, hidden: usize) -> usize {
+        self.tokens.div_ceil(self.tokens_a_task) * hidden.div_ceil(self.columns)
+    }
+
+    /// Runs a task: `store(start, sums)` receives sums that begin at element `start` of out [T, H].
+    #[inline(always)]
+    pub(crate) fn run(
+        &self,
+        task: usize,
+        parts: &Combine<'_>,
+        sums: &mut Vec<f32>,
+        mut store: impl FnMut(usize, &[f32]),
+    ) {
+        let ranges = parts.hidden.div_ceil(self.columns);
+        let first_token = task / ranges * self.tokens_a_task;
+        let column = task % ranges * self.columns;
+        let columns = self.columns.min(parts.hidden - column);
+        sums.resize(columns.max(sums.len()), 0.0);
+        for token in first_token..self.tokens.min(first_token + self.tokens_a_task) {
+            let sums = &mut sums[..columns];
+            add_columns(parts, token, column, sums);
+            store(token * parts.hidden + column, sums);
         }
     }
 }

@@ -1,64 +1,111 @@
 //! The entry points that depend on the instruction set.
 
+use std::sync::Arc;
+
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
 use half::bf16;
 
 use crate::bank::BankRef;
-use crate::ffn::{self, ExpertGroup};
+use crate::combine::Slots;
+use crate::ffn::{self, Call, Destination, ExpertGroup};
 use crate::gemm::{self, GroupRange, Output};
 use crate::isa::{Features, ISA_VARIABLE, Isa};
 use crate::kernels::Kernel;
-use crate::matrix::{Int8Rows, Int8Weights, MatrixMut, MatrixRef, WeightsRef};
+use crate::matrix::{Bf16Weights, Int8Rows, Int8Weights, MatrixMut, MatrixRef};
+use crate::pool::{Workers, default_workers};
+use crate::tokens::Rows;
+use crate::validate::same;
+use crate::workspace::{Workspace, Workspaces};
 use crate::{CpuError, recipe};
 
 /// Expert GEMM and feed-forward with one chosen instruction set.
 ///
-/// Work runs on the rayon pool of the calling thread (`ThreadPool::install`, else the global one).
+/// Work runs on the threads of [`default_workers`] unless [`Engine::with_workers`] names others.
+/// An engine keeps the memory of its calls for the next ones; clones share it, and calls at the
+/// same time have their own.
 ///
 /// int8 results are identical on every instruction set. bf16 results of one instruction set do not
 /// depend on the other tokens of the call; between instruction sets the order of f32 additions may
 /// differ, and the AVX-512 BF16 instruction treats subnormal operands and results as zero.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Engine {
     kernel: Kernel,
+    workers: Arc<dyn Workers>,
+    workspaces: Workspaces,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("kernel", &self.kernel)
+            .field("threads", &self.workers.threads())
+            .finish_non_exhaustive()
+    }
 }
 
 impl Engine {
+    fn new(kernel: Kernel) -> Result<Self, CpuError> {
+        Ok(Self {
+            kernel,
+            workers: default_workers()?,
+            workspaces: Workspaces::default(),
+        })
+    }
+
     /// The best instruction set of this processor, or the one that the environment variable
-    /// `ASYM_GEMM_ISA` (`avx512` or `portable`) forces; empty counts as unset.
+    /// `ASYM_GEMM_ISA` forces by its [`Isa::name`]; empty counts as unset.
     ///
     /// # Errors
-    /// The variable names no instruction set, or one that this processor lacks.
+    /// The variable names no instruction set, or one that this processor lacks; the default threads
+    /// cannot start.
     pub fn detect() -> Result<Self, CpuError> {
         match std::env::var_os(ISA_VARIABLE) {
             Some(name) if !name.is_empty() => Self::with_isa(Isa::parse(&name.to_string_lossy())?),
-            _ => Ok(Self::with_features(Features::detect())),
+            _ => Self::with_features(Features::detect()),
         }
     }
 
     /// That instruction set.
     ///
     /// # Errors
-    /// [`CpuError::IsaUnavailable`] if this processor lacks it.
+    /// [`CpuError::IsaUnavailable`] if this processor lacks it; the default threads cannot start.
     pub fn with_isa(isa: Isa) -> Result<Self, CpuError> {
         let detected = Features::detect();
         let missing = isa.required().names_without(detected);
         if !missing.is_empty() {
             return Err(CpuError::IsaUnavailable { isa, missing });
         }
-        Ok(match isa {
-            Isa::Portable => Self::with_features(Features::NONE),
-            Isa::Avx512 => Self::with_features(detected),
-        })
+        Self::with_features(isa.most().common(detected))
     }
 
     /// The best instruction set that needs no more than `allowed`, for tests of what other
     /// processors run. Features that this processor lacks stay unused.
-    pub fn with_features(allowed: Features) -> Self {
-        Self {
-            kernel: Kernel::best(allowed),
-        }
+    ///
+    /// # Errors
+    /// The default threads cannot start.
+    pub fn with_features(allowed: Features) -> Result<Self, CpuError> {
+        Self::new(Kernel::best(allowed))
+    }
+
+    /// The AMX kernels with their tile products in plain Rust: slow, on every processor. For tests
+    /// of what they compute (int8: the same bytes) on machines without AMX.
+    ///
+    /// # Errors
+    /// The default threads cannot start.
+    pub fn emulating_amx() -> Result<Self, CpuError> {
+        Self::new(Kernel::EmulatedAmx)
+    }
+
+    /// The same kernels and memory on other threads.
+    #[must_use]
+    pub fn with_workers(self, workers: Arc<dyn Workers>) -> Self {
+        Self { workers, ..self }
+    }
+
+    /// The threads in use.
+    pub fn workers(&self) -> &Arc<dyn Workers> {
+        &self.workers
     }
 
     /// The instruction sets of this processor, slowest first.
@@ -87,22 +134,83 @@ impl Engine {
     /// # Errors
     /// Lengths that are no multiple of H, an expert or token out of range, rows outside `y`, or two
     /// groups that write the same row. Nothing is written then.
-    pub fn expert_ffn(
+    pub fn expert_ffn<'a>(
         &self,
-        bank: BankRef<'_>,
+        bank: BankRef<'a>,
         activation: Activation,
-        x: &[f32],
-        groups: &[ExpertGroup<'_>],
+        x: impl Into<Rows<'a>>,
+        groups: &'a [ExpertGroup<'a>],
         y: &mut [f32],
     ) -> Result<(), CpuError> {
-        ffn::validate(bank, x, groups, y)?;
-        let run = match bank.geometry().format {
-            WeightFormat::Bf16 => ffn::run::<recipe::Bf16>,
-            WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow>,
-            WeightFormat::Int8Block128 => ffn::run::<recipe::Block128>,
+        let call = Call {
+            bank,
+            activation,
+            x: x.into(),
+            groups,
         };
-        run(self.kernel, bank, activation, x, groups, y);
-        Ok(())
+        let hidden = bank.geometry().hidden;
+        let rows = y.len() / hidden;
+        same("the length of y", rows * hidden, y.len())?;
+        ffn::validate(bank, call.x, groups, rows)?;
+        self.ffn(&call, Destination::<f32>::Experts(y))
+    }
+
+    /// A whole expert layer in one parallel region: the feed-forward of [`Engine::expert_ffn`],
+    /// then for each token, in slot order from 0, out = fma(weight, y, out), rounded once to the
+    /// element type of `out` [T, H]. The groups' rows number the y that `slots` refers to.
+    ///
+    /// # Errors
+    /// As [`Engine::expert_ffn`]; also slots that do not fit `x`, `out` or the groups' rows.
+    pub fn expert_layer<'a, O: Output>(
+        &self,
+        bank: BankRef<'a>,
+        activation: Activation,
+        x: impl Into<Rows<'a>>,
+        groups: &'a [ExpertGroup<'a>],
+        slots: Slots<'a>,
+        out: &mut [O],
+    ) -> Result<(), CpuError> {
+        let call = Call {
+            bank,
+            activation,
+            x: x.into(),
+            groups,
+        };
+        let hidden = bank.geometry().hidden;
+        same("the length of out", call.x.len(), out.len())?;
+        let rows = groups
+            .iter()
+            .map(|group| group.start.saturating_add(group.tokens.len()))
+            .max()
+            .unwrap_or(0);
+        // Every row belongs to one group, so there are as many as routed tokens.
+        let routed = groups.iter().map(|group| group.tokens.len()).sum();
+        same("the number of rows that the groups reach", routed, rows)?;
+        ffn::validate(bank, call.x, groups, rows)?;
+        slots.validate(out.len() / hidden, rows)?;
+        self.ffn(&call, Destination::Tokens { slots, rows, out })
+    }
+
+    fn ffn<O: Output>(
+        &self,
+        call: &Call<'_>,
+        destination: Destination<'_, O>,
+    ) -> Result<(), CpuError> {
+        let run = match call.bank.geometry().format {
+            WeightFormat::Bf16 => ffn::run::<recipe::Bf16, O>,
+            WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow, O>,
+            WeightFormat::Int8Block128 => ffn::run::<recipe::Block128, O>,
+            WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8, O>,
+        };
+        self.workspaces.with(|workspace: &mut Workspace| {
+            run(
+                self.kernel,
+                self.workers.as_ref(),
+                workspace,
+                call,
+                destination,
+            )
+        })
     }
 
     /// `d[start..end, :] = a[start..end, :] . b[weight]^T` for each group, summed in f32 and
@@ -112,14 +220,17 @@ impl Engine {
     /// # Errors
     /// Shapes that do not fit each other, K = 0, a weight or row out of range, or overlapping
     /// groups. Nothing is written then.
-    pub fn grouped_gemm_bf16<O: Output>(
+    pub fn grouped_gemm_bf16<'a, O: Output>(
         &self,
         a: MatrixRef<'_, bf16>,
-        b: WeightsRef<'_, bf16>,
+        b: impl Into<Bf16Weights<'a>>,
         groups: &[GroupRange],
         d: MatrixMut<'_, O>,
     ) -> Result<(), CpuError> {
-        gemm::bf16_gemm(self.kernel, a, b, groups, d)
+        self.workspaces.with(|workspace| {
+            let workers = self.workers.as_ref();
+            gemm::bf16_gemm(self.kernel, workers, workspace, a, b.into(), groups, d)
+        })
     }
 
     /// The same for int8 operands, with the scaling of `b`: `PerRow` gives
@@ -136,6 +247,9 @@ impl Engine {
         groups: &[GroupRange],
         d: MatrixMut<'_, O>,
     ) -> Result<(), CpuError> {
-        gemm::int8_gemm(self.kernel, a, b, groups, d)
+        self.workspaces.with(|workspace| {
+            let workers = self.workers.as_ref();
+            gemm::int8_gemm(self.kernel, workers, workspace, a, b, groups, d)
+        })
     }
 }

@@ -1,6 +1,7 @@
 //! What can be wrong with a call.
 
 use crate::Isa;
+use crate::pool::TaskPanic;
 
 /// Everything this crate refuses. Arguments are checked before any memory is touched,
 /// so an error leaves the outputs as they were.
@@ -8,7 +9,9 @@ use crate::Isa;
 #[non_exhaustive]
 pub enum CpuError {
     /// `ASYM_GEMM_ISA` names no instruction set of this crate.
-    #[error("ASYM_GEMM_ISA is `{name}`; it must be `avx512` or `portable`, or unset")]
+    #[error(
+        "ASYM_GEMM_ISA is `{name}`; it must be `amx`, `avx512`, `avx2` or `portable`, or unset"
+    )]
     UnknownIsa {
         /// The value found.
         name: String,
@@ -125,4 +128,43 @@ pub enum CpuError {
         /// Rows of y.
         rows: usize,
     },
+    /// A number of threads that no pool can have.
+    #[error("{origin}: `{value}` is no number of threads from 1 to 1024")]
+    ThreadCount {
+        /// Who asked.
+        origin: &'static str,
+        /// The number, as given.
+        value: String,
+    },
+    /// The system refused to start a thread.
+    #[error("a pool of {threads} threads cannot start: {reason}")]
+    ThreadStart {
+        /// Threads of the pool.
+        threads: usize,
+        /// The system's answer.
+        reason: String,
+    },
+    /// A CPU to pin a thread to that this process may not use, or that another thread has.
+    #[error("CPU {cpu} is outside of the affinity mask of this process, or named twice")]
+    CpuUnavailable {
+        /// The CPU.
+        cpu: usize,
+    },
+    /// The system refused to pin a thread.
+    #[error("a thread cannot be pinned to CPU {cpu}: {reason}")]
+    Pin {
+        /// The CPU.
+        cpu: usize,
+        /// The system's answer.
+        reason: String,
+    },
+    /// Memory that the system does not give.
+    #[error("{bytes} bytes of memory are not to be had")]
+    Memory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
+    /// A parallel task panicked; what it computed is incomplete.
+    #[error(transparent)]
+    TaskPanic(#[from] TaskPanic),
 }

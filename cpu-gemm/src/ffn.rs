@@ -1,33 +1,57 @@
-//! The feed-forward of experts: two phases, each one parallel region.
+//! The feed-forward of experts and the sum over a token's experts: one parallel region.
 //!
 //! ```text
-//! phase 1, a task = (block of tokens, slice of 128 of I):
-//!     x [m, H] --gate, up panels--> f32 [m, 128] --activation, rounding--> h of that slice
-//! phase 2, a task = (block of tokens, 128 rows of H):
-//!     h [slices][m, 128] --down panels, slice by slice--> y [m, 128 of H]
+//! encode    rows of x                    rounded once                         [T, H] codes
+//! pack      16 tokens of one expert      gathered from the codes              groups of x
+//! gate_up   a slice of one expert        x . gate, x . up, activation,
+//!           (or some of its rows)        rounding by token and slice          groups of h
+//! down      some rows of one expert      h . down, slice by slice             y [M, H]
+//! combine   some columns of some tokens  weighted sum in slot order           out [T, H]
 //! ```
 //!
-//! A block is at most [`BLOCK_TOKENS`] tokens of one expert. Inside a task the loop over panels is
-//! the outer one: a panel is read from memory once and stays in the cache for all tokens of
-//! the block. Slices add to y in their order, so a result depends neither on the division
-//! of work nor on the other tokens.
+//! The tasks of all steps are numbered in this order and taken from one counter ([`Region`]); a
+//! task waits for just what it reads: gate_up for its expert's groups, down for its expert's h. So
+//! there is no barrier, and the steps of different experts overlap.
+//!
+//! Few tokens: weights pass once, as sequential streams, and tasks are small enough to balance. Many
+//! tokens: a block is up to [`BLOCK_TOKENS`] tokens of one expert, its weights pass once a pass of
+//! [`Multiply::GROUPS`] groups and come from the cache after the first.
+//!
+//! Slices add to y in their order, so a result depends neither on the division of work nor on
+//! the other tokens.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
 
 use asym_gemm_formats::activation::Activation;
-use asym_gemm_formats::bank::{PANEL_ROWS, SLICE};
-use rayon::prelude::*;
+use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
 
 use crate::CpuError;
-use crate::activations::Activations;
 use crate::bank::{BankRef, ExpertRef};
-use crate::kernels::{Body, Dot, Kernel, Lanes, for_token_blocks};
-use crate::recipe::{Recipe, Row};
-use crate::scatter::Scatter;
+use crate::combine::{Combine, SlotTasks, Slots};
+use crate::gemm::{Output, RowBuffer};
+use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
+use crate::pool::Workers;
+use crate::product::{self, Tiles, Weights};
+use crate::recipe::Recipe;
+use crate::region::{Latch, Region};
+use crate::shared::Shared;
+use crate::tile::{Lanes, TOKENS, Tile};
+use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
+use crate::vector::{Vector, VectorMath};
+use crate::workspace::{Buffer, Workspace};
 
-/// Tokens whose f32 results a task keeps at hand: 64 KiB.
-const BLOCK_TOKENS: usize = 128;
-/// Down panels of a task.
-const TASK_PANELS: usize = SLICE / PANEL_ROWS;
+/// Most tokens of a block: their h and sums stay in the second-level cache.
+const BLOCK_TOKENS: usize = 512;
+/// Pairs of a gate and an up panel in a slice.
+const SLICE_PAIRS: usize = SLICE / PANEL_ROWS;
+/// Tasks a thread should find in a step, so that threads of unequal speed end together.
+const TASKS_A_THREAD: usize = 16;
+/// Elements of x that a task rounds.
+const ENCODE_ELEMENTS: usize = 32 * 1024;
+/// Elements that a task of combine reads.
+const COMBINE_ELEMENTS: usize = 8 * 1024;
 
 /// The tokens that one expert processes.
 #[derive(Clone, Copy, Debug)]
@@ -43,49 +67,39 @@ pub struct ExpertGroup<'a> {
 /// At most [`BLOCK_TOKENS`] tokens of one group.
 struct Block<'a> {
     expert: ExpertRef<'a>,
+    /// First row of y.
     start: usize,
     tokens: &'a [u32],
+    /// First of its groups of 16.
+    first_group: usize,
+    kernel: Kernel,
+    /// Opens when all groups are packed.
+    packed: Latch,
+    /// Opens when h is complete.
+    hidden: Latch,
 }
 
-/// h of one block and slice: m rows of 128 codes.
-struct HiddenSlice<R: Recipe> {
-    codes: Vec<R::Code>,
-    scales: Vec<f32>,
-    sums: Vec<i32>,
-}
+impl Block<'_> {
+    fn groups(&self) -> usize {
+        self.tokens.len().div_ceil(TOKENS)
+    }
 
-impl<R: Recipe> HiddenSlice<R> {
-    #[inline(always)]
-    fn row(&self, row: usize) -> Row<'_, R::Code> {
-        Row {
-            codes: &self.codes[row * SLICE..][..SLICE],
-            scales: &self.scales[row..=row],
-            sums: &self.sums[row..=row],
-        }
+    /// Tokens of group `group` of the block.
+    fn group_tokens(&self, group: usize) -> usize {
+        TOKENS.min(self.tokens.len() - group * TOKENS)
     }
 }
 
-/// Buffers that a worker keeps between tasks.
-#[derive(Default)]
-struct Scratch {
-    /// f32 results: [token][128].
-    rows: Vec<[Lanes<f32>; TASK_PANELS]>,
-    gate_scales: Vec<Lanes<f32>>,
-    up_scales: Vec<Lanes<f32>>,
-}
-
-/// Checks the arguments of an expert feed-forward.
+/// Checks the arguments of an expert feed-forward with `rows` rows of y.
 pub(crate) fn validate(
     bank: BankRef<'_>,
-    x: &[f32],
+    x: Rows<'_>,
     groups: &[ExpertGroup<'_>],
-    y: &[f32],
+    rows: usize,
 ) -> Result<(), CpuError> {
     let hidden = bank.geometry().hidden;
     let tokens = x.len() / hidden;
-    let rows = y.len() / hidden;
     same("the length of x", tokens * hidden, x.len())?;
-    same("the length of y", rows * hidden, y.len())?;
     let mut ranges = Vec::with_capacity(groups.len());
     for (group, g) in groups.iter().enumerate() {
         if g.expert >= bank.geometry().experts {
@@ -109,256 +123,727 @@ pub(crate) fn validate(
     disjoint_rows(&ranges, rows)
 }
 
-/// Runs the feed-forward of validated arguments.
-pub(crate) fn run<R: Recipe>(
+/// What a call computes, validated.
+pub(crate) struct Call<'a> {
+    pub(crate) bank: BankRef<'a>,
+    pub(crate) activation: Activation,
+    pub(crate) x: Rows<'a>,
+    pub(crate) groups: &'a [ExpertGroup<'a>],
+}
+
+/// Where the results go.
+pub(crate) enum Destination<'a, O> {
+    /// The experts' outputs [M, H].
+    Experts(&'a mut [f32]),
+    /// Their weighted sums [T, H]; the experts' outputs have `rows` rows.
+    Tokens {
+        slots: Slots<'a>,
+        rows: usize,
+        out: &'a mut [O],
+    },
+}
+
+/// The last step.
+struct Sums<'a, O> {
+    slots: Slots<'a>,
+    tasks: SlotTasks,
+    out: Shared<'a, O>,
+}
+
+/// Runs the feed-forward.
+pub(crate) fn run<R: Recipe, O: Output>(
     kernel: Kernel,
-    bank: BankRef<'_>,
-    activation: Activation,
-    x: &[f32],
-    groups: &[ExpertGroup<'_>],
-    y: &mut [f32],
-) {
-    let geometry = bank.geometry();
-    let x = Activations::<R>::encode(kernel, x, geometry.hidden);
-    let blocks: Vec<Block<'_>> = groups
-        .iter()
-        .flat_map(|group| {
-            let chunks = group.tokens.chunks(BLOCK_TOKENS).enumerate();
-            chunks.map(|(i, tokens)| Block {
-                expert: bank.expert(group.expert),
-                start: group.start + i * BLOCK_TOKENS,
-                tokens,
-            })
-        })
-        .collect();
+    workers: &dyn Workers,
+    workspace: &mut Workspace,
+    call: &Call<'_>,
+    destination: Destination<'_, O>,
+) -> Result<(), CpuError> {
+    let geometry = call.bank.geometry();
+    let Workspace {
+        codes,
+        scales,
+        sums,
+        x,
+        h,
+        staged,
+        y,
+    } = workspace;
+    let (y, combine) = match destination {
+        Destination::Experts(y) => (y, None),
+        Destination::Tokens { slots, rows, out } => (
+            y.take::<f32>(rows * geometry.hidden),
+            Some(Sums {
+                slots,
+                tasks: slots.divide(
+                    out.len() / geometry.hidden,
+                    geometry.hidden,
+                    COMBINE_ELEMENTS,
+                ),
+                out: Shared::new(out),
+            }),
+        ),
+    };
 
     let slices = geometry.slices();
-    let hidden: Vec<HiddenSlice<R>> = (0..blocks.len() * slices)
-        .into_par_iter()
-        .with_max_len(1)
-        .map_init(Scratch::default, |scratch, task| {
-            let block = &blocks[task / slices];
-            let mut out = HiddenSlice {
-                codes: vec![R::Code::default(); block.tokens.len() * SLICE],
-                scales: vec![0.0; block.tokens.len()],
-                sums: vec![0; block.tokens.len()],
-            };
-            kernel.run(GateUp {
-                x: &x,
-                block,
-                slice: task % slices,
-                activation,
-                scratch,
-                out: &mut out,
+    let mut blocks = Vec::new();
+    let mut groups = 0;
+    for group in call.groups {
+        for (i, tokens) in group.tokens.chunks(BLOCK_TOKENS).enumerate() {
+            let count = tokens.len().div_ceil(TOKENS);
+            blocks.push(Block {
+                expert: call.bank.expert(group.expert),
+                start: group.start + i * BLOCK_TOKENS,
+                tokens,
+                first_group: groups,
+                kernel: match R::EXACT {
+                    true => kernel.for_few_tokens(tokens.len()),
+                    false => kernel,
+                },
+                packed: Latch::new(count),
+                hidden: Latch::new(slices),
             });
-            out
-        })
-        .collect();
-
-    let y = Scatter::new(y, geometry.hidden);
-    let ranges = geometry.down_panels().div_ceil(TASK_PANELS);
-    (0..blocks.len() * ranges)
-        .into_par_iter()
-        .with_max_len(1)
-        .for_each_init(Scratch::default, |scratch, task| {
-            let block = task / ranges;
-            kernel.run(Down::<R> {
-                block: &blocks[block],
-                hidden: &hidden[block * slices..][..slices],
-                first_panel: task % ranges * TASK_PANELS,
-                scratch,
-                y: &y,
-            });
-        });
-}
-
-/// Phase 1 of one block and slice.
-struct GateUp<'a, R: Recipe> {
-    x: &'a Activations<R>,
-    block: &'a Block<'a>,
-    slice: usize,
-    activation: Activation,
-    scratch: &'a mut Scratch,
-    out: &'a mut HiddenSlice<R>,
-}
-
-impl<R: Recipe> Body for GateUp<'_, R> {
-    #[inline(always)]
-    fn run<D: Dot>(self, dot: D) {
-        let Self {
-            x, block, slice, ..
-        } = self;
-        let Scratch {
-            rows,
-            gate_scales,
-            up_scales,
-        } = self.scratch;
-        let m = block.tokens.len();
-        let len = block.expert.geometry().slice_len(slice);
-        rows.resize(m, Default::default());
-        for pair in 0..len.div_ceil(PANEL_ROWS) {
-            let (gate, up) = (2 * pair, 2 * pair + 1);
-            block.expert.gate_up_scales(slice, gate, gate_scales);
-            block.expert.gate_up_scales(slice, up, up_scales);
-            let gate_bias = block.expert.gate_up_bias(slice, gate);
-            let up_bias = block.expert.gate_up_bias(slice, up);
-            let gate = block.expert.gate_up_panel(slice, gate);
-            let up = block.expert.gate_up_panel(slice, up);
-            for_token_blocks!(m, |first, WIDTH| {
-                let x: [_; WIDTH] =
-                    std::array::from_fn(|t| x.row(block.tokens[first + t] as usize));
-                let gate = R::panel(dot, gate, gate_scales, &x);
-                let up = R::panel(dot, up, up_scales, &x);
-                for t in 0..WIDTH {
-                    let gate = with_bias(gate[t], &gate_bias);
-                    let up = with_bias(up[t], &up_bias);
-                    let row = &mut rows[first + t];
-                    row[pair] = activate(self.activation, &gate, &up);
-                }
-            });
-        }
-        for (t, row) in rows.iter().enumerate() {
-            R::encode_hidden(
-                &row.as_flattened()[..len],
-                &mut self.out.codes[t * SLICE..][..SLICE],
-                &mut self.out.scales[t],
-                &mut self.out.sums[t],
-            );
-        }
-    }
-}
-
-#[inline(always)]
-fn with_bias(mut values: Lanes<f32>, bias: &Option<Lanes<f32>>) -> Lanes<f32> {
-    if let Some(bias) = bias {
-        for (value, bias) in values.iter_mut().zip(bias) {
-            *value += bias;
-        }
-    }
-    values
-}
-
-/// The activation of 16 pairs. One loop for each kind, so that each can become vector code.
-#[inline(always)]
-fn activate(activation: Activation, gate: &Lanes<f32>, up: &Lanes<f32>) -> Lanes<f32> {
-    let mut h = [0.0; PANEL_ROWS];
-    match activation {
-        Activation::SwiGlu => {
-            for r in 0..PANEL_ROWS {
-                h[r] = Activation::SwiGlu.apply(gate[r], up[r]);
-            }
-        }
-        Activation::ClampedSwiGlu { limit, alpha } => {
-            for r in 0..PANEL_ROWS {
-                h[r] = Activation::ClampedSwiGlu { limit, alpha }.apply(gate[r], up[r]);
-            }
-        }
-    }
-    h
-}
-
-/// Phase 2 of one block and up to [`TASK_PANELS`] panels of down.
-struct Down<'a, R: Recipe> {
-    block: &'a Block<'a>,
-    hidden: &'a [HiddenSlice<R>],
-    first_panel: usize,
-    scratch: &'a mut Scratch,
-    y: &'a Scatter<'a, f32>,
-}
-
-impl<R: Recipe> Body for Down<'_, R> {
-    #[inline(always)]
-    fn run<D: Dot>(self, dot: D) {
-        let Self {
-            block, first_panel, ..
-        } = self;
-        let geometry = block.expert.geometry();
-        let m = block.tokens.len();
-        let panels = TASK_PANELS.min(geometry.down_panels() - first_panel);
-        let rows = &mut self.scratch.rows;
-        rows.clear();
-        rows.resize(m, Default::default());
-        for (slice, h) in self.hidden.iter().enumerate() {
-            for panel in 0..panels {
-                let weights = block.expert.down_panel(slice, first_panel + panel);
-                let scales = block.expert.down_block_scales(slice, first_panel + panel);
-                for_token_blocks!(m, |first, WIDTH| {
-                    let h: [_; WIDTH] = std::array::from_fn(|t| h.row(first + t));
-                    let (out, _) = rows[first..]
-                        .split_first_chunk_mut::<WIDTH>()
-                        .expect("first + WIDTH <= m");
-                    let y = out.each_mut().map(|row| &mut row[panel]);
-                    R::add_down_slice(dot, weights, &scales, &h, y);
-                });
-            }
-        }
-        for panel in 0..panels {
-            let scales = block.expert.down_row_scales(first_panel + panel);
-            let bias = block.expert.down_bias(first_panel + panel);
-            let column = (first_panel + panel) * PANEL_ROWS;
-            let count = PANEL_ROWS.min(geometry.hidden - column);
-            for (t, row) in rows.iter_mut().enumerate() {
-                R::finish_down(&mut row[panel], &scales);
-                let values = with_bias(row[panel], &bias);
-                // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
-                // their columns.
-                let out = unsafe { self.y.row(block.start + t, column, count) };
-                out.copy_from_slice(&values[..count]);
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::isa::Features;
-
-    struct Activate<'a> {
-        activation: Activation,
-        gate: &'a Lanes<f32>,
-        up: &'a Lanes<f32>,
-        out: &'a mut Lanes<f32>,
-    }
-
-    impl Body for Activate<'_> {
-        #[inline(always)]
-        fn run<D: Dot>(self, _dot: D) {
-            *self.out = activate(self.activation, self.gate, self.up);
+            groups += count;
         }
     }
 
-    /// Half a million gates spread over all bit patterns, NaN and subnormals among them: the
-    /// vector code of the best kernel gives the bits of the scalar definition.
-    #[test]
-    fn vector_activation_has_the_scalar_bits() {
-        let kernel = Kernel::best(Features::detect());
-        let clamped = Activation::ClampedSwiGlu {
-            limit: 7.0,
-            alpha: 1.702,
+    let division = Division::new(&geometry, blocks.len(), workers.threads());
+    let rows = call.x.len() / geometry.hidden;
+    let encode_rows = (ENCODE_ELEMENTS / geometry.hidden).max(1);
+    let steps = Steps::new([
+        if blocks.is_empty() {
+            0
+        } else {
+            rows.div_ceil(encode_rows)
+        },
+        groups,
+        blocks.len() * slices * division.parts(),
+        blocks.len() * geometry.down_panels().div_ceil(division.down_panels),
+        match &combine {
+            Some(sums) => sums.tasks.count(geometry.hidden),
+            None => 0,
+        },
+    ]);
+    let staged_rows = match division.parts() {
+        1 => 0,
+        _ => groups * slices * SLICE,
+    };
+    let h_row_bytes = row_bytes::<R>(geometry.intermediate_padded());
+    let job = Job::<R, O> {
+        call,
+        blocks: &blocks,
+        division,
+        encode_rows,
+        encoded: Encoded::new::<R>(rows, geometry.hidden, codes, scales, sums),
+        x: Groups::new(
+            groups,
+            row_bytes::<R>(geometry.hidden),
+            R::blocks(geometry.hidden),
+            x,
+        ),
+        h: Groups::new(groups, h_row_bytes, slices, h),
+        staged: Shared::new(staged.take(staged_rows)),
+        slices: (0..blocks.len() * slices)
+            .map(|_| Latch::new(division.parts()))
+            .collect(),
+        y: Shared::new(y),
+        combine,
+        encoded_all: Latch::new(steps.count(Step::Encode)),
+        down_all: Latch::new(steps.count(Step::Down)),
+        steps,
+        recipe: PhantomData,
+    };
+    Region::run(workers, job.steps.total(), &|region| {
+        job.work(kernel, region)
+    })
+}
+
+/// How the steps are divided into tasks.
+#[derive(Clone, Copy)]
+struct Division {
+    /// Pairs of panels of a gate_up task.
+    pairs: usize,
+    /// Panels of a down task.
+    down_panels: usize,
+}
+
+impl Division {
+    fn new(geometry: &BankGeometry, blocks: usize, threads: usize) -> Self {
+        let wanted = threads * TASKS_A_THREAD;
+        let size = |items: usize, most: usize| {
+            let size = (items / wanted).clamp(1, most);
+            // Powers of two divide a slice evenly.
+            1 << size.ilog2()
         };
-        for first in (0..u32::MAX - 16 * 8191).step_by(16 * 8191) {
-            let gate = std::array::from_fn(|r| f32::from_bits(first + r as u32 * 8191));
-            let up = std::array::from_fn(|r| (r as f32 - 7.5) * 1.3);
-            for activation in [Activation::SwiGlu, clamped] {
-                let mut out = [0.0; PANEL_ROWS];
-                kernel.run(Activate {
-                    activation,
-                    gate: &gate,
-                    up: &up,
-                    out: &mut out,
-                });
-                for r in 0..PANEL_ROWS {
-                    let want = activation.apply(gate[r], up[r]);
-                    assert!(
-                        out[r].to_bits() == want.to_bits() || out[r].is_nan() && want.is_nan(),
-                        "{activation:?} of {:e}, {}: {:e} for {want:e}",
-                        gate[r],
-                        up[r],
-                        out[r]
-                    );
-                }
+        Self {
+            pairs: size(blocks * geometry.slices() * SLICE_PAIRS, SLICE_PAIRS),
+            down_panels: size(blocks * geometry.down_panels(), 16),
+        }
+    }
+
+    /// Tasks that share a slice.
+    fn parts(self) -> usize {
+        SLICE_PAIRS / self.pairs
+    }
+}
+
+/// The steps in the order of their tasks.
+#[derive(Clone, Copy)]
+enum Step {
+    Encode,
+    Pack,
+    GateUp,
+    Down,
+    Combine,
+}
+
+impl Step {
+    const ALL: [Self; 5] = [
+        Self::Encode,
+        Self::Pack,
+        Self::GateUp,
+        Self::Down,
+        Self::Combine,
+    ];
+}
+
+/// Task numbers of each step.
+struct Steps {
+    counts: [usize; Step::ALL.len()],
+}
+
+impl Steps {
+    fn new(counts: [usize; Step::ALL.len()]) -> Self {
+        Self { counts }
+    }
+
+    fn count(&self, step: Step) -> usize {
+        self.counts[step as usize]
+    }
+
+    fn total(&self) -> usize {
+        self.counts.iter().sum()
+    }
+
+    /// The step of a task and its number there.
+    fn locate(&self, mut task: usize) -> (Step, usize) {
+        for step in Step::ALL {
+            if task < self.count(step) {
+                return (step, task);
+            }
+            task -= self.count(step);
+        }
+        unreachable!("a region hands out no task beyond its total");
+    }
+}
+
+/// Everything that the tasks share.
+struct Job<'a, R: Recipe, O> {
+    call: &'a Call<'a>,
+    blocks: &'a [Block<'a>],
+    division: Division,
+    encode_rows: usize,
+    encoded: Encoded<'a>,
+    x: Groups<'a>,
+    h: Groups<'a>,
+    /// h before rounding, `[group][row of I]`; empty unless slices are divided.
+    staged: Shared<'a, Lanes<f32>>,
+    /// One latch for each block and slice.
+    slices: Vec<Latch>,
+    y: Shared<'a, f32>,
+    combine: Option<Sums<'a, O>>,
+    encoded_all: Latch,
+    down_all: Latch,
+    steps: Steps,
+    recipe: PhantomData<fn() -> R>,
+}
+
+/// Buffers that a thread keeps between calls.
+#[derive(Default)]
+struct Scratch {
+    tiles: Tiles,
+    /// `[group of a pass][row of the slice]`.
+    h: Vec<[Lanes<f32>; SLICE]>,
+    /// Rows of y.
+    rows: Buffer,
+    /// The rounded words of one slice.
+    words: Vec<Lanes<u32>>,
+    /// One row of x in f32.
+    wide: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
+}
+
+/// What a task works with.
+struct Task<'j, 'a, R: Recipe, O> {
+    job: &'j Job<'a, R, O>,
+    /// Number of the task in its step.
+    number: usize,
+    scratch: &'j mut Scratch,
+}
+
+impl<R: Recipe, O: Output> Job<'_, R, O> {
+    /// One thread's share of the region.
+    fn work(&self, kernel: Kernel, region: &Region) {
+        let mut scratch = SCRATCH.take().unwrap_or_default();
+        while let Some(task) = region.take() {
+            let (step, number) = self.steps.locate(task);
+            let ready = match step {
+                Step::Encode => true,
+                Step::Pack => region.wait(&self.encoded_all),
+                Step::GateUp => region.wait(&self.block_of_gate_up(number).packed),
+                Step::Down => region.wait(&self.block_of_down(number).hidden),
+                Step::Combine => region.wait(&self.down_all),
+            };
+            if !ready {
+                break;
+            }
+            let task = Task {
+                job: self,
+                number,
+                scratch: &mut scratch,
+            };
+            match step {
+                Step::Encode => kernel.run(Encode(task)),
+                Step::Pack => self.block_of_group(number).kernel.run(Pack(task)),
+                Step::GateUp => self.block_of_gate_up(number).kernel.run(GateUp(task)),
+                Step::Down => self.block_of_down(number).kernel.run(Down(task)),
+                Step::Combine => kernel.run(Sum(task)),
             }
         }
+        SCRATCH.set(Some(scratch));
+    }
+
+    fn geometry(&self) -> BankGeometry {
+        self.call.bank.geometry()
+    }
+
+    fn block_of_group(&self, group: usize) -> &Block<'_> {
+        let of_group = |block: &Block<'_>| block.first_group <= group;
+        &self.blocks[self.blocks.partition_point(of_group) - 1]
+    }
+
+    fn block_of_gate_up(&self, number: usize) -> &Block<'_> {
+        &self.blocks[number / (self.division.parts() * self.geometry().slices())]
+    }
+
+    fn block_of_down(&self, number: usize) -> &Block<'_> {
+        &self.blocks[number / self.down_ranges()]
+    }
+
+    /// Down tasks of a block.
+    fn down_ranges(&self) -> usize {
+        self.geometry()
+            .down_panels()
+            .div_ceil(self.division.down_panels)
+    }
+
+    /// Row of `staged` where a slice of a group begins.
+    fn staged_row(&self, group: usize, slice: usize) -> usize {
+        (group * self.geometry().slices() + slice) * SLICE
+    }
+
+    /// Rounds h of one group and slice.
+    ///
+    /// # Safety
+    /// The caller completed the slice, and reports it only afterwards.
+    #[inline(always)]
+    unsafe fn round_hidden<M: Multiply>(
+        &self,
+        m: M,
+        group: usize,
+        slice: usize,
+        h: &[Lanes<f32>],
+        words: &mut Vec<Lanes<u32>>,
+    ) {
+        words.resize(SLICE * size_of::<R::Code>() / 4, [0; TOKENS]);
+        let (mut scales, mut sums) = ([1.0; TOKENS], [0; TOKENS]);
+        R::encode_hidden(m.vector(), h, words, &mut scales, &mut sums);
+        // SAFETY: nobody else touches the slice, by this function's contract.
+        unsafe { self.h.store_slice(m, group, slice, words, scales, sums) };
+    }
+}
+
+/// Rounds some rows of x.
+struct Encode<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Encode<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, _m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let rows = job.call.x.len() / job.geometry().hidden;
+        let first = number * job.encode_rows;
+        for row in first..rows.min(first + job.encode_rows) {
+            // SAFETY: each row belongs to one task, and readers wait for `encoded_all`.
+            unsafe {
+                job.encoded.encode::<R>(job.call.x, row, &mut scratch.wide);
+            }
+        }
+        job.encoded_all.done();
+    }
+}
+
+/// Gathers one group of x.
+struct Pack<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Pack<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Task { job, number, .. } = self.0;
+        let block = job.block_of_group(number);
+        let group = number - block.first_group;
+        let tokens = &block.tokens[group * TOKENS..][..block.group_tokens(group)];
+        // SAFETY: each group belongs to one task, and readers wait for `packed`; all rows are
+        // encoded.
+        unsafe {
+            job.x.pack(m, number, tokens.len(), |t| {
+                job.encoded.row(tokens[t] as usize)
+            });
+        }
+        block.packed.done();
+    }
+}
+
+/// Gate and up panels of a slice from panel `first` on.
+struct GateUpPanels<'a> {
+    expert: ExpertRef<'a>,
+    slice: usize,
+    first: usize,
+}
+
+impl Weights for GateUpPanels<'_> {
+    #[inline(always)]
+    fn panel(&self, p: usize) -> Panel<'_> {
+        Panel::packed(self.expert.gate_up_panel(self.slice, self.first + p))
+    }
+
+    #[inline(always)]
+    fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
+        self.expert
+            .gate_up_scales(self.slice, self.first + p, block)
+    }
+}
+
+/// Gate, up and activation for some pairs of panels of a slice; whoever completes the slice rounds
+/// its h.
+struct GateUp<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let v = m.vector();
+        let geometry = job.geometry();
+        let parts = job.division.parts();
+        let (block_slice, part) = (number / parts, number % parts);
+        let slice = block_slice % geometry.slices();
+        let block = job.block_of_gate_up(number);
+        let len = geometry.slice_len(slice);
+        let first_pair = part * job.division.pairs;
+        let end_pair = len
+            .div_ceil(PANEL_ROWS)
+            .min(first_pair + job.division.pairs);
+        let rows = first_pair * PANEL_ROWS..len.min(end_pair * PANEL_ROWS);
+        let Scratch {
+            tiles, h, words, ..
+        } = scratch;
+        h.resize(MAX_PASS, [[0.0; TOKENS]; SLICE]);
+        let mut first = 0;
+        while first < block.groups() {
+            let count = M::GROUPS.min(block.groups() - first);
+            let following = M::GROUPS.min(block.groups() - first - count);
+            // SAFETY: the groups of the block are packed.
+            let (x, next) = unsafe {
+                let pass = |first, count| {
+                    pass(&job.x, block.first_group, block.tokens.len(), first, count)
+                };
+                (pass(first, count), pass(first + count, following))
+            };
+            let x = &x[..count];
+            for pair in first_pair..end_pair {
+                let (i, of) = (pair - first_pair, end_pair - first_pair);
+                prefetch_share::<R, M>(&next[..following], 0..geometry.hidden_units(), i, of);
+                let weights = GateUpPanels {
+                    expert: block.expert,
+                    slice,
+                    first: 2 * pair,
+                };
+                let shape = product::Shape {
+                    panels: 2,
+                    units: geometry.hidden_units(),
+                    in_cache: first > 0,
+                };
+                let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
+                let (gate_rows, up_rows) = (weights.scales(0, 0), weights.scales(1, 0));
+                let gate_bias = block.expert.gate_up_bias(slice, 2 * pair);
+                let up_bias = block.expert.gate_up_bias(slice, 2 * pair + 1);
+                for (g, h) in h[..count].iter_mut().enumerate() {
+                    let (mut gate, mut up) = (Tile::default(), Tile::default());
+                    products.scaled(v, 0, g, &x[g], &gate_rows, &mut gate);
+                    products.scaled(v, 1, g, &x[g], &up_rows, &mut up);
+                    add_bias(v, &mut gate, &gate_bias);
+                    add_bias(v, &mut up, &up_bias);
+                    let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
+                    activate(v, job.call.activation, &gate, &up, &mut panels[pair]);
+                }
+            }
+            for (g, h) in h[..count].iter().enumerate() {
+                let group = block.first_group + first + g;
+                if parts == 1 {
+                    // SAFETY: this task has all of the slice.
+                    unsafe { job.round_hidden(m, group, slice, &h[..len], words) };
+                } else if !rows.is_empty() {
+                    // SAFETY: these rows of the group belong to this task; the reader waits for
+                    // the slice's latch.
+                    let staged = unsafe {
+                        let start = job.staged_row(group, slice) + rows.start;
+                        job.staged.write(start, rows.len())
+                    };
+                    staged.copy_from_slice(&h[rows.clone()]);
+                }
+            }
+            first += count;
+        }
+        if job.slices[block_slice].done() {
+            if parts > 1 {
+                for group in block.first_group..block.first_group + block.groups() {
+                    // SAFETY: all tasks of the slice are done, and this one saw that.
+                    unsafe {
+                        let h = job.staged.read(job.staged_row(group, slice), len);
+                        job.round_hidden(m, group, slice, h, words);
+                    }
+                }
+            }
+            block.hidden.done();
+        }
+    }
+}
+
+/// Some rows of down, over all of I.
+struct Down<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let geometry = job.geometry();
+        let block = job.block_of_down(number);
+        let first_panel = number % job.down_ranges() * job.division.down_panels;
+        let end_panel = geometry
+            .down_panels()
+            .min(first_panel + job.division.down_panels);
+        let panels = first_panel..end_panel;
+        let Scratch { tiles, rows, .. } = scratch;
+        // Later panels are fetched while their neighbours are multiplied; for the first all slices
+        // are asked for at once.
+        for slice in 0..geometry.slices() {
+            prefetch_bytes(block.expert.down_panel(slice, first_panel));
+        }
+        let mut first = 0;
+        while first < block.groups() {
+            let count = M::GROUPS.min(block.groups() - first);
+            let following = M::GROUPS.min(block.groups() - first - count);
+            // SAFETY: h of the block is complete.
+            let (h, next) = unsafe {
+                let pass = |first, count| {
+                    pass(&job.h, block.first_group, block.tokens.len(), first, count)
+                };
+                (pass(first, count), pass(first + count, following))
+            };
+            let mut rows = RowBuffer::<f32>::new(rows, panels.len());
+            for (i, panel) in panels.clone().enumerate() {
+                let units = geometry.slices() * geometry.down_units();
+                prefetch_share::<R, M>(&next[..following], 0..units, i, panels.len());
+                let down = DownPanel {
+                    job,
+                    expert: block.expert,
+                    panel,
+                    h: &h[..count],
+                    in_cache: first > 0,
+                };
+                let y = down.run(m, tiles);
+                for (g, y) in y.iter().enumerate() {
+                    rows.put(m, i, g, h[g].tokens, y);
+                }
+            }
+            let column = first_panel * PANEL_ROWS;
+            let columns = (panels.len() * PANEL_ROWS).min(geometry.hidden - column);
+            for t in 0..count * TOKENS {
+                let token = first * TOKENS + t;
+                if token < block.tokens.len() {
+                    let start = (block.start + token) * geometry.hidden + column;
+                    // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
+                    // their columns; readers wait for `down_all`.
+                    let y = unsafe { job.y.write(start, columns) };
+                    y.copy_from_slice(&rows.row(t)[..columns]);
+                }
+            }
+            first += count;
+        }
+        job.down_all.done();
+    }
+}
+
+/// 16 rows of down for the groups of one pass.
+struct DownPanel<'j, 'a, R: Recipe, O> {
+    job: &'j Job<'a, R, O>,
+    expert: ExpertRef<'a>,
+    panel: usize,
+    h: &'j [Group<'j>],
+    /// Whether an earlier pass has read the weights.
+    in_cache: bool,
+}
+
+impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<'t, M: Multiply>(self, m: M, tiles: &'t mut Tiles) -> &'t [Tile<f32>] {
+        let v = m.vector();
+        let geometry = self.job.geometry();
+        let groups = self.h.len();
+        // Two sets of sums: a slice is scaled while the next one is multiplied.
+        let (sums, y) = tiles.room::<R>(2 * groups, groups);
+        if R::BLOCKED_H {
+            for slice in 0..=geometry.slices() {
+                if slice < geometry.slices() {
+                    self.multiply_slice(m, slice, &mut sums[slice % 2 * groups..][..groups]);
+                }
+                if let Some(slice) = slice.checked_sub(1) {
+                    self.add_slice(v, slice, &sums[slice % 2 * groups..][..groups], y);
+                }
+            }
+        } else {
+            let weights = Panel::runs(
+                self.expert.down_panels_from(self.panel),
+                geometry.down_units(),
+                geometry.slice_bytes(),
+                geometry.slices(),
+            );
+            let span = Span { unit: 0, block: 0 };
+            R::multiply(
+                m,
+                self.prefetching(weights),
+                self.h,
+                span,
+                &mut sums[..groups],
+            );
+            for g in 0..groups {
+                R::scale(v, &sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
+            }
+        }
+        let scales = self.expert.down_row_scales(self.panel);
+        let bias = self.expert.down_bias(self.panel);
+        for y in &mut *y {
+            if let Some(scales) = &scales {
+                for r in 0..PANEL_ROWS {
+                    let scaled = v.mul(v.load(&y.0[r]), v.splat(scales[r]));
+                    v.store(scaled, &mut y.0[r]);
+                }
+            }
+            add_bias(v, y, &bias);
+        }
+        y
+    }
+
+    /// The same panel; the one that follows in its slice is fetched meanwhile.
+    #[inline(always)]
+    fn prefetching<'w>(&self, weights: Panel<'w>) -> Panel<'w> {
+        weights.prefetching(match self.in_cache {
+            true => 0,
+            false => self.job.geometry().down_panel_bytes(),
+        })
+    }
+
+    #[inline(always)]
+    fn multiply_slice<M: Multiply>(&self, m: M, slice: usize, sums: &mut [Tile<R::Sum>]) {
+        let weights = Panel::packed(self.expert.down_panel(slice, self.panel));
+        let span = Span {
+            unit: slice * self.job.geometry().down_units(),
+            block: slice,
+        };
+        R::multiply(m, self.prefetching(weights), self.h, span, sums);
+    }
+
+    #[inline(always)]
+    fn add_slice<V: Vector>(&self, v: V, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
+        let rows = self.expert.down_block_scales(slice, self.panel);
+        for g in 0..self.h.len() {
+            let tokens = &self.h[g].scales[slice];
+            if slice == 0 {
+                R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
+            } else {
+                R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
+            }
+        }
+    }
+}
+
+/// The weighted sums of some columns of some tokens.
+struct Sum<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
+
+impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, _m: M) {
+        let Task {
+            job,
+            number,
+            scratch,
+        } = self.0;
+        let Some(Sums { slots, tasks, out }) = &job.combine else {
+            return;
+        };
+        let parts = Combine {
+            // SAFETY: all of y is written: the task waited for `down_all`.
+            y: unsafe { job.y.read_all() },
+            hidden: job.geometry().hidden,
+            top_k: slots.top_k,
+            output_index: slots.output_index,
+            weights: slots.weights,
+            shared: None,
+        };
+        tasks.run(number, &parts, &mut scratch.wide, |start, sums| {
+            // SAFETY: each task has columns of its own.
+            let out = unsafe { out.write(start, sums.len()) };
+            for (out, &sum) in out.iter_mut().zip(sums) {
+                *out = O::from_f32(sum);
+            }
+        });
+    }
+}
+
+#[inline(always)]
+fn add_bias<V: Vector>(v: V, y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
+    if let Some(bias) = bias {
+        for r in 0..PANEL_ROWS {
+            let sum = v.add(v.load(&y.0[r]), v.splat(bias[r]));
+            v.store(sum, &mut y.0[r]);
+        }
+    }
+}
+
+/// The activation of 16 rows of 16 tokens.
+#[inline(always)]
+fn activate<V: Vector>(
+    v: V,
+    activation: Activation,
+    gate: &Tile<f32>,
+    up: &Tile<f32>,
+    h: &mut [Lanes<f32>; PANEL_ROWS],
+) {
+    for r in 0..PANEL_ROWS {
+        let activated = v.activate(activation, v.load(&gate.0[r]), v.load(&up.0[r]));
+        v.store(activated, &mut h[r]);
     }
 }

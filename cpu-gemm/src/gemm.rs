@@ -1,23 +1,44 @@
-//! Grouped GEMM over plain row-major operands: D[rows of a group] = A . B[weight]^T.
+//! Grouped GEMM: D[rows of a group] = A . B[weight]^T.
 //!
-//! A task is 64 rows of one B matrix against all rows of one group. It copies those rows into
-//! panels first (zero-padding N and K), so that the panel kernels serve every shape and stride;
-//! with few rows of A the copy costs about as much as the product.
+//! ```text
+//! pack     16 rows of A                    a group in the kernel's layout
+//! panels   some panels of B times a block  D, rounded once
+//! ```
+//!
+//! The tasks are numbered in this order (see [`crate::region`]). B is read where it lies, packed in
+//! panels or row-major; only what is no whole panel (the last rows of N, or rows whose K is no whole
+//! number of units) is copied, zero-padded, by the task that needs it.
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES};
+use bytemuck::Pod;
 use half::bf16;
-use rayon::prelude::*;
 
 use crate::CpuError;
-use crate::activations::Activations;
-use crate::kernels::{Body, Dot, Kernel, Lanes, for_token_blocks};
-use crate::matrix::{Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef};
+use crate::kernels::{Body, Kernel, Multiply, Panel, prefetch_share};
+use crate::matrix::{
+    Bf16Weights, Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef,
+};
+use crate::pool::Workers;
+use crate::product::{self, Tiles, Weights};
 use crate::recipe::{self, MAX_EXACT_K, Recipe};
-use crate::scatter::Scatter;
+use crate::region::{Latch, Region};
+use crate::shared::Shared;
+use crate::tile::{Lanes, TOKENS, Tile};
+use crate::tokens::{EncodedRow, Groups, MAX_PASS, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
+use crate::vector::{FromLanes, Vector};
+use crate::workspace::{Buffer, Workspace};
 
-/// Panels of a task.
-const TASK_PANELS: usize = 4;
+/// Most rows of A in a block.
+const BLOCK_ROWS: usize = 512;
+/// Most panels of a task.
+const TASK_PANELS: usize = 16;
+/// Tasks that each thread should find.
+const TASKS_A_THREAD: usize = 16;
 
 /// Rows of A (and D) that use one weight matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +52,8 @@ pub struct GroupRange {
 }
 
 /// Element types that D can have.
-pub trait Output: Copy + Send + sealed::Sealed {
+#[expect(private_bounds, reason = "sealed")]
+pub trait Output: Pod + Send + Sync + FromLanes {
     /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self;
 }
@@ -50,60 +72,6 @@ impl Output for bf16 {
     }
 }
 
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for half::bf16 {}
-}
-
-/// B as a task packs it: row bytes in units, scales by block of K.
-trait Operand: Sync {
-    /// Writes row `row` of matrix `group` to the row of a panel that begins with `out`.
-    fn pack_row(&self, group: usize, row: usize, out: &mut PanelRow<'_>);
-    /// Scale of `row` for block `block`.
-    fn scale(&self, group: usize, row: usize, block: usize) -> f32;
-}
-
-/// One row of a panel: 128 bytes in each unit.
-struct PanelRow<'a> {
-    panel: &'a mut [u8],
-    row: usize,
-}
-
-impl PanelRow<'_> {
-    /// Copies `codes`, `N` bytes each; `unit_k` = 128 / N of them lie in a unit.
-    fn fill<T: Copy, const N: usize>(&mut self, codes: &[T], to_bytes: impl Fn(T) -> [u8; N]) {
-        let units = self.panel.chunks_exact_mut(UNIT_BYTES);
-        for (codes, unit) in codes.chunks(UNIT_ROW_BYTES / N).zip(units) {
-            let bytes = &mut unit[self.row * UNIT_ROW_BYTES..][..UNIT_ROW_BYTES];
-            let (bytes, _) = bytes.as_chunks_mut::<N>();
-            for (bytes, &code) in bytes.iter_mut().zip(codes) {
-                *bytes = to_bytes(code);
-            }
-        }
-    }
-}
-
-impl Operand for WeightsRef<'_, bf16> {
-    fn pack_row(&self, group: usize, row: usize, out: &mut PanelRow<'_>) {
-        out.fill(self.row(group, row), bf16::to_le_bytes);
-    }
-
-    fn scale(&self, _group: usize, _row: usize, _block: usize) -> f32 {
-        1.0
-    }
-}
-
-impl Operand for Int8Weights<'_> {
-    fn pack_row(&self, group: usize, row: usize, out: &mut PanelRow<'_>) {
-        out.fill(self.codes.row(group, row), i8::to_le_bytes);
-    }
-
-    fn scale(&self, group: usize, row: usize, block: usize) -> f32 {
-        self.scales.row(group, row)[block]
-    }
-}
-
 /// Shapes of a call that fit each other.
 struct Shape {
     n: usize,
@@ -112,11 +80,11 @@ struct Shape {
 
 fn validate<T>(
     a: (usize, usize),
-    b: (usize, usize, usize),
+    b: [usize; 3],
     groups: &[GroupRange],
     d: &MatrixMut<'_, T>,
 ) -> Result<Shape, CpuError> {
-    let ((m, k), (matrices, n, b_k)) = (a, b);
+    let ((m, k), [matrices, n, b_k]) = (a, b);
     same("K of B", k, b_k)?;
     same("the number of rows of D", m, d.rows())?;
     same("the number of columns of D", n, d.cols())?;
@@ -140,41 +108,39 @@ fn validate<T>(
 /// bf16 operands, f32 sums.
 pub(crate) fn bf16_gemm<O: Output>(
     kernel: Kernel,
+    workers: &dyn Workers,
+    workspace: &mut Workspace,
     a: MatrixRef<'_, bf16>,
-    b: WeightsRef<'_, bf16>,
+    b: Bf16Weights<'_>,
     groups: &[GroupRange],
     d: MatrixMut<'_, O>,
 ) -> Result<(), CpuError> {
-    let shape = validate(
-        (a.rows(), a.cols()),
-        (b.groups(), b.rows(), b.cols()),
-        groups,
-        &d,
-    )?;
-    let a = Activations::<recipe::Bf16>::build(a.rows(), shape.k, |row, codes, _, _| {
-        for (code, x) in codes.iter_mut().zip(a.row(row)) {
-            *code = x.to_bits();
-        }
-    });
-    run(kernel, shape, &a, &b, groups, d);
-    Ok(())
+    let codes = b.codes();
+    let shape = validate((a.rows(), a.cols()), codes.shape(), groups, &d)?;
+    let operands = Operands {
+        a: |row: usize| EncodedRow {
+            codes: bytemuck::cast_slice(a.row(row)),
+            scales: &[1.0],
+            sums: Some(&[0]),
+        },
+        b: codes,
+        scales: None,
+    };
+    run::<recipe::Bf16, O>(kernel, workers, workspace, shape, &operands, groups, d)
 }
 
 /// int8 operands, i32 sums within a scale's reach.
 pub(crate) fn int8_gemm<O: Output>(
     kernel: Kernel,
+    workers: &dyn Workers,
+    workspace: &mut Workspace,
     a: Int8Rows<'_>,
     b: Int8Weights<'_>,
     groups: &[GroupRange],
     d: MatrixMut<'_, O>,
 ) -> Result<(), CpuError> {
     let codes = a.codes;
-    let shape = validate(
-        (codes.rows(), codes.cols()),
-        (b.codes.groups(), b.codes.rows(), b.codes.cols()),
-        groups,
-        &d,
-    )?;
+    let shape = validate((codes.rows(), codes.cols()), b.codes.shape(), groups, &d)?;
     let blocks = b.scaling.blocks(shape.k);
     same(
         "the number of scales of a row of A",
@@ -188,130 +154,378 @@ pub(crate) fn int8_gemm<O: Output>(
             limit: MAX_EXACT_K,
         });
     }
+    let operands = Operands {
+        a: |row: usize| EncodedRow {
+            codes: bytemuck::cast_slice(codes.row(row)),
+            scales: a.scales.row(row),
+            sums: None,
+        },
+        b: b.codes,
+        scales: Some(b.scales),
+    };
     match b.scaling {
         Int8Scaling::PerRow => {
-            let a = int8_rows::<recipe::PerRow>(a, shape.k);
-            run(kernel, shape, &a, &b, groups, d);
+            run::<recipe::PerRow, O>(kernel, workers, workspace, shape, &operands, groups, d)
         }
         Int8Scaling::Block128 => {
-            let a = int8_rows::<recipe::Block128>(a, shape.k);
-            run(kernel, shape, &a, &b, groups, d);
+            run::<recipe::Block128, O>(kernel, workers, workspace, shape, &operands, groups, d)
         }
     }
-    Ok(())
 }
 
-fn int8_rows<R: Recipe<Code = i8>>(a: Int8Rows<'_>, k: usize) -> Activations<R> {
-    let span = k.div_ceil(R::blocks(k)).next_multiple_of(R::UNIT_K);
-    Activations::build(a.codes.rows(), k, |row, codes, scales, sums| {
-        codes.copy_from_slice(a.codes.row(row));
-        scales.copy_from_slice(a.scales.row(row));
-        for (sum, codes) in sums.iter_mut().zip(codes.chunks(span)) {
-            *sum = codes.iter().map(|&code| i32::from(code)).sum();
+/// A, B and the scales of B's rows.
+struct Operands<'a, A> {
+    /// Row of A by number.
+    a: A,
+    b: Codes<'a>,
+    /// [G, N, blocks]; ones if absent.
+    scales: Option<WeightsRef<'a, f32>>,
+}
+
+/// At most [`BLOCK_ROWS`] rows of one group.
+struct Block {
+    weight: usize,
+    /// First row of A and D.
+    start: usize,
+    rows: usize,
+    /// First of its groups of 16.
+    first_group: usize,
+    kernel: Kernel,
+    /// Opens when all groups are packed.
+    packed: Latch,
+}
+
+impl Block {
+    fn groups(&self) -> usize {
+        self.rows.div_ceil(TOKENS)
+    }
+
+    fn group_rows(&self, group: usize) -> usize {
+        TOKENS.min(self.rows - group * TOKENS)
+    }
+}
+
+fn run<'r, R: Recipe, O: Output>(
+    kernel: Kernel,
+    workers: &dyn Workers,
+    workspace: &mut Workspace,
+    shape: Shape,
+    operands: &Operands<'r, impl Fn(usize) -> EncodedRow<'r> + Sync>,
+    groups: &[GroupRange],
+    d: MatrixMut<'_, O>,
+) -> Result<(), CpuError> {
+    let mut blocks = Vec::new();
+    let mut count = 0;
+    for group in groups {
+        for start in (group.start..group.end).step_by(BLOCK_ROWS) {
+            let rows = BLOCK_ROWS.min(group.end - start);
+            blocks.push(Block {
+                weight: group.weight,
+                start,
+                rows,
+                first_group: count,
+                kernel: if R::EXACT {
+                    kernel.for_few_tokens(rows)
+                } else {
+                    kernel
+                },
+                packed: Latch::new(rows.div_ceil(TOKENS)),
+            });
+            count += rows.div_ceil(TOKENS);
         }
+    }
+    let panels = shape.n.div_ceil(PANEL_ROWS);
+    let wanted = workers.threads() * TASKS_A_THREAD;
+    let task_panels = (blocks.len() * panels / wanted).clamp(1, TASK_PANELS);
+    let tasks_a_block = panels.div_ceil(task_panels);
+    let tasks = count + blocks.len() * tasks_a_block;
+    let stride = d.stride;
+    let job = Job::<R, O, _> {
+        operands,
+        blocks: &blocks,
+        x: Groups::new(
+            count,
+            row_bytes::<R>(shape.k),
+            R::blocks(shape.k),
+            &mut workspace.x,
+        ),
+        shape,
+        d: Shared::new(d.data),
+        stride,
+        recipe: PhantomData,
+    };
+    Region::run(workers, tasks, &|region| {
+        let mut scratch = SCRATCH.take().unwrap_or_default();
+        while let Some(task) = region.take() {
+            if task < count {
+                let block = job.block_of_group(task);
+                block.kernel.run(Pack {
+                    job: &job,
+                    block,
+                    task,
+                });
+                continue;
+            }
+            let (block, range) = (
+                (task - count) / tasks_a_block,
+                (task - count) % tasks_a_block,
+            );
+            let block = &blocks[block];
+            if !region.wait(&block.packed) {
+                break;
+            }
+            let first = range * task_panels;
+            block.kernel.run(Multiplication {
+                job: &job,
+                block,
+                panels: first..panels.min(first + task_panels),
+                scratch: &mut scratch,
+            });
+        }
+        SCRATCH.set(Some(scratch));
     })
 }
 
-fn run<R: Recipe, O: Output>(
-    kernel: Kernel,
+/// Everything that the tasks share.
+struct Job<'a, 'r, R, O, A> {
+    operands: &'a Operands<'r, A>,
+    blocks: &'a [Block],
+    x: Groups<'a>,
     shape: Shape,
-    a: &Activations<R>,
-    b: &impl Operand,
-    groups: &[GroupRange],
-    d: MatrixMut<'_, O>,
-) {
-    let stride = d.stride;
-    let d = Scatter::new(d.data, stride);
-    let tasks_a_group = shape.n.div_ceil(TASK_PANELS * PANEL_ROWS);
-    (0..groups.len() * tasks_a_group)
-        .into_par_iter()
-        .for_each_init(Panels::default, |panels, task| {
-            let group = groups[task / tasks_a_group];
-            if group.start == group.end {
-                return;
-            }
-            let first_row = task % tasks_a_group * TASK_PANELS * PANEL_ROWS;
-            let rows = (TASK_PANELS * PANEL_ROWS).min(shape.n - first_row);
-            panels.pack::<R>(b, group.weight, first_row, rows, shape.k);
-            kernel.run(Task::<R, O> {
-                a,
-                panels,
-                group,
-                first_row,
-                rows,
-                d: &d,
-            });
-        });
+    d: Shared<'a, O>,
+    stride: usize,
+    recipe: PhantomData<fn() -> R>,
 }
 
-/// Up to [`TASK_PANELS`] panels of B, packed.
+impl<R, O, A> Job<'_, '_, R, O, A> {
+    /// The block that a group belongs to.
+    fn block_of_group(&self, group: usize) -> &Block {
+        let of_group = |block: &Block| block.first_group <= group;
+        &self.blocks[self.blocks.partition_point(of_group) - 1]
+    }
+}
+
+/// Buffers that a thread keeps between calls.
 #[derive(Default)]
-struct Panels {
-    bytes: Vec<u8>,
-    panel_bytes: usize,
-    scales: Vec<Vec<Lanes<f32>>>,
+struct Scratch {
+    tiles: Tiles,
+    /// Panels that had to be copied.
+    copies: Vec<u8>,
+    /// Rows of D.
+    out: Buffer,
 }
 
-impl Panels {
-    fn pack<R: Recipe>(
-        &mut self,
-        b: &impl Operand,
-        group: usize,
-        first_row: usize,
-        rows: usize,
-        k: usize,
-    ) {
-        let panels = rows.div_ceil(PANEL_ROWS);
-        self.panel_bytes = k.div_ceil(R::UNIT_K) * UNIT_BYTES;
-        self.bytes.clear();
-        self.bytes.resize(panels * self.panel_bytes, 0);
-        let blocks = R::blocks(k);
-        self.scales.clear();
-        self.scales.resize(panels, vec![[0.0; PANEL_ROWS]; blocks]);
-        for row in 0..rows {
-            let (panel, lane) = (row / PANEL_ROWS, row % PANEL_ROWS);
-            let mut out = PanelRow {
-                panel: &mut self.bytes[panel * self.panel_bytes..][..self.panel_bytes],
-                row: lane,
-            };
-            b.pack_row(group, first_row + row, &mut out);
-            for block in 0..blocks {
-                self.scales[panel][block][lane] = b.scale(group, first_row + row, block);
+thread_local! {
+    static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
+}
+
+/// Gathers 16 rows of A.
+struct Pack<'j, 'a, 'r, R, O, A> {
+    job: &'j Job<'a, 'r, R, O, A>,
+    block: &'j Block,
+    task: usize,
+}
+
+impl<'r, R, O, A> Body for Pack<'_, '_, 'r, R, O, A>
+where
+    R: Recipe,
+    O: Output,
+    A: Fn(usize) -> EncodedRow<'r> + Sync,
+{
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Self { job, block, task } = self;
+        let group = task - block.first_group;
+        let first = block.start + group * TOKENS;
+        // SAFETY: each group belongs to one task, and readers wait for `packed`.
+        unsafe {
+            job.x.pack(m, task, block.group_rows(group), |t| {
+                (job.operands.a)(first + t)
+            });
+        }
+        block.packed.done();
+    }
+}
+
+/// Some panels of B times the rows of a block.
+struct Multiplication<'j, 'a, 'r, R, O, A> {
+    job: &'j Job<'a, 'r, R, O, A>,
+    block: &'j Block,
+    panels: Range<usize>,
+    scratch: &'j mut Scratch,
+}
+
+/// The panels of a task, where they lie or copied.
+struct TaskPanels<'t> {
+    b: Codes<'t>,
+    scales: Option<WeightsRef<'t, f32>>,
+    copies: &'t [u8],
+    weight: usize,
+    /// First panel of the task.
+    first: usize,
+    /// Rows N of B.
+    n: usize,
+    units: usize,
+}
+
+impl TaskPanels<'_> {
+    /// First row of panel `p`, and how many exist.
+    #[inline(always)]
+    fn rows(&self, p: usize) -> (usize, usize) {
+        let first = (self.first + p) * PANEL_ROWS;
+        (first, PANEL_ROWS.min(self.n - first))
+    }
+}
+
+impl Weights for TaskPanels<'_> {
+    #[inline(always)]
+    fn panel(&self, p: usize) -> Panel<'_> {
+        let (first, rows) = self.rows(p);
+        match self.b.panel(self.weight, first, rows, self.units) {
+            Some(panel) => panel,
+            None => {
+                let panel_bytes = self.units * UNIT_BYTES;
+                Panel::packed(&self.copies[p * panel_bytes..][..panel_bytes])
             }
+        }
+    }
+
+    #[inline(always)]
+    fn scales(&self, p: usize, block: usize) -> Lanes<f32> {
+        let Some(scales) = &self.scales else {
+            return [1.0; PANEL_ROWS];
+        };
+        let (first, rows) = self.rows(p);
+        let mut lanes = [0.0; PANEL_ROWS];
+        for (r, lane) in lanes[..rows].iter_mut().enumerate() {
+            *lane = scales.row(self.weight, first + r)[block];
+        }
+        lanes
+    }
+}
+
+impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
+    #[inline(always)]
+    fn run<M: Multiply>(self, m: M) {
+        let Self {
+            job,
+            block,
+            panels,
+            scratch: Scratch { tiles, copies, out },
+        } = self;
+        let units = row_bytes::<R>(job.shape.k) / R::X_UNIT_BYTES;
+        let panel_bytes = units * UNIT_BYTES;
+        let count = panels.len();
+        copies.resize(copies.len().max(count * panel_bytes), 0);
+        let all = |first: usize| {
+            let first = first * PANEL_ROWS;
+            (first, PANEL_ROWS.min(job.shape.n - first))
+        };
+        for (p, copy) in panels.clone().zip(copies.chunks_exact_mut(panel_bytes)) {
+            let (first, rows) = all(p);
+            let b = &job.operands.b;
+            if b.panel(block.weight, first, rows, units).is_none() {
+                b.copy_panel(block.weight, first, rows, copy);
+            }
+        }
+        let v = m.vector();
+        let mut first = 0;
+        while first < block.groups() {
+            let groups = M::GROUPS.min(block.groups() - first);
+            let following = M::GROUPS.min(block.groups() - first - groups);
+            // SAFETY: the groups of the block are packed.
+            let (x, next) = unsafe {
+                let pass = |first, count| pass(&job.x, block.first_group, block.rows, first, count);
+                (pass(first, groups), pass(first + groups, following))
+            };
+            let x = &x[..groups];
+            let mut rows = RowBuffer::<O>::new(out, count);
+            for p in 0..count {
+                prefetch_share::<R, M>(&next[..following], 0..units, p, count);
+                let weights = TaskPanels {
+                    b: job.operands.b,
+                    scales: job.operands.scales,
+                    copies: &copies[p * panel_bytes..],
+                    weight: block.weight,
+                    first: panels.start + p,
+                    n: job.shape.n,
+                    units,
+                };
+                let shape = product::Shape {
+                    panels: 1,
+                    units,
+                    in_cache: first > 0,
+                };
+                let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
+                let scales = weights.scales(0, 0);
+                for g in 0..groups {
+                    let mut y = Tile::default();
+                    products.scaled(v, 0, g, &x[g], &scales, &mut y);
+                    rows.put(m, p, g, x[g].tokens, &y);
+                }
+            }
+            let first_column = panels.start * PANEL_ROWS;
+            let columns = (count * PANEL_ROWS).min(job.shape.n - first_column);
+            for t in 0..groups * TOKENS {
+                let row = first * TOKENS + t;
+                if row < block.rows {
+                    let start = (block.start + row) * job.stride + first_column;
+                    // SAFETY: groups own their rows (validated disjoint) and tasks of one block
+                    // their columns.
+                    let d = unsafe { job.d.write(start, columns) };
+                    d.copy_from_slice(&rows.row(t)[..columns]);
+                }
+            }
+            first += groups;
         }
     }
 }
 
-/// The product of one group's rows with packed panels.
-struct Task<'a, R: Recipe, O> {
-    a: &'a Activations<R>,
-    panels: &'a Panels,
-    group: GroupRange,
-    first_row: usize,
-    rows: usize,
-    d: &'a Scatter<'a, O>,
+/// Results of a pass as rows of tokens.
+///
+/// A panel gives 16 columns; rows of the output lie far apart, often a power of two, so that
+/// written panel by panel they would fight for a few sets of the first-level cache.
+pub(crate) struct RowBuffer<'b, O> {
+    rows: &'b mut [O],
+    stride: usize,
 }
 
-impl<R: Recipe, O: Output> Body for Task<'_, R, O> {
+impl<'b, O: Output> RowBuffer<'b, O> {
+    /// Room for `panels` panels of up to [`MAX_PASS`] groups.
     #[inline(always)]
-    fn run<D: Dot>(self, dot: D) {
-        let Self { group, panels, .. } = self;
-        for_token_blocks!(group.end - group.start, |first, WIDTH| {
-            let a: [_; WIDTH] = std::array::from_fn(|t| self.a.row(group.start + first + t));
-            let packed = panels.bytes.chunks_exact(panels.panel_bytes);
-            for (i, (panel, scales)) in packed.zip(&panels.scales).enumerate() {
-                let sums = R::panel(dot, panel, scales, &a);
-                let column = self.first_row + i * PANEL_ROWS;
-                let count = PANEL_ROWS.min(self.rows - i * PANEL_ROWS);
-                for (t, sums) in sums.iter().enumerate() {
-                    // SAFETY: groups own their rows (validated disjoint) and tasks of one
-                    // group their columns.
-                    let out = unsafe { self.d.row(group.start + first + t, column, count) };
-                    for (out, &sum) in out.iter_mut().zip(sums) {
-                        *out = O::from_f32(sum);
-                    }
-                }
-            }
-        });
+    pub(crate) fn new(buffer: &'b mut Buffer, panels: usize) -> Self {
+        // An odd number of cache lines.
+        let stride = panels * PANEL_ROWS + 64 / size_of::<O>();
+        Self {
+            rows: buffer.take(MAX_PASS * TOKENS * stride),
+            stride,
+        }
+    }
+
+    /// Stores panel `panel` of group `group`.
+    #[inline(always)]
+    pub(crate) fn put<M: Multiply>(
+        &mut self,
+        m: M,
+        panel: usize,
+        group: usize,
+        tokens: usize,
+        y: &Tile<f32>,
+    ) {
+        let mut by_token = Tile::<f32>::default();
+        m.transpose(y.as_words(), by_token.as_words_mut());
+        let v = m.vector();
+        for t in 0..tokens {
+            let start = (group * TOKENS + t) * self.stride + panel * PANEL_ROWS;
+            let out = self.rows[start..].first_chunk_mut();
+            let out = out.expect("rows are at least as long as the panels");
+            O::from_lanes(v, v.load(&by_token.0[t]), out);
+        }
+    }
+
+    /// Row `row`: what was stored of token `row` of the pass.
+    #[inline(always)]
+    pub(crate) fn row(&self, row: usize) -> &[O] {
+        &self.rows[row * self.stride..][..self.stride]
     }
 }

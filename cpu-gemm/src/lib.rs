@@ -1,4 +1,4 @@
-//! Expert GEMM and MoE feed-forward on the CPU: AVX-512 and portable kernels.
+//! Expert GEMM and MoE feed-forward on the CPU: AVX-512, AVX2 and portable kernels.
 //!
 //! - [`Engine`] chooses an instruction set and runs expert feed-forwards over a weight bank
 //!   ([`Engine::expert_ffn`]) and grouped GEMMs over plain matrices.
@@ -9,7 +9,7 @@
 //! Everything takes borrowed slices, checks all arguments before it touches memory, and runs on the
 //! rayon pool of the caller.
 
-mod activations;
+mod amx_permission;
 mod bank;
 mod combine;
 mod engine;
@@ -19,18 +19,33 @@ mod gemm;
 mod isa;
 mod kernels;
 mod matrix;
+mod memory;
+pub mod pool;
+pub mod probe;
+mod product;
 mod recipe;
+mod region;
 mod router;
-mod scatter;
+mod shared;
+mod tile;
+mod tokens;
+pub mod topology;
 mod validate;
+mod vector;
 mod wide;
+mod workspace;
 
 pub use bank::{BankRef, ExpertSource, UnpackedExpert, pack_expert, unpack};
-pub use combine::{Combine, combine};
+pub use combine::{Combine, Slots, combine};
 pub use engine::Engine;
 pub use errors::CpuError;
 pub use ffn::ExpertGroup;
 pub use gemm::{GroupRange, Output};
 pub use isa::{Features, ISA_VARIABLE, Isa};
-pub use matrix::{Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, WeightsRef};
+pub use matrix::{
+    Bf16Weights, Int8Codes, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, PackedRef,
+    WeightElement, WeightsRef,
+};
+pub use memory::HugeBuffer;
 pub use router::{Router, router_logits};
+pub use tokens::Rows;

@@ -1,6 +1,11 @@
-//! Borrowed row-major matrices with strides, in elements.
+//! Borrowed matrices: row-major with strides in elements, or packed in panels.
+
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use bytemuck::Pod;
+use half::bf16;
 
 use crate::CpuError;
+use crate::kernels::Panel;
 use crate::validate::same;
 
 /// Checks that rows of `cols` elements, `stride` apart from element `before` on, fit a buffer.
@@ -182,6 +187,247 @@ impl<'a, T> WeightsRef<'a, T> {
     }
 }
 
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for i8 {}
+    impl Sealed for half::bf16 {}
+}
+
+/// Elements of weights: bf16 or int8 codes.
+pub trait WeightElement: Pod + sealed::Sealed {}
+
+impl WeightElement for i8 {}
+impl WeightElement for bf16 {}
+
+/// The B operands of a grouped GEMM [G, N, K] in panels, as a weight bank stores them: each 16 rows
+/// are consecutive units of 16 rows x 128 bytes along K, zero-padded to whole units. A panel
+/// is read as one stream, which short rows are not.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedRef<'a, T> {
+    bytes: &'a [u8],
+    shape: [usize; 3],
+    element: std::marker::PhantomData<T>,
+}
+
+impl<'a, T: WeightElement> PackedRef<'a, T> {
+    /// Bytes of [groups, rows, cols] = [G, N, K] in panels.
+    ///
+    /// # Errors
+    /// A size beyond the address space.
+    pub fn bytes(shape: [usize; 3]) -> Result<usize, CpuError> {
+        let [groups, rows, cols] = shape;
+        rows.div_ceil(PANEL_ROWS)
+            .checked_mul(UNIT_BYTES)
+            .and_then(|bytes| bytes.checked_mul(units::<T>(cols)))
+            .and_then(|bytes| bytes.checked_mul(groups))
+            .ok_or(CpuError::TooLarge {
+                what: "the packed weights, in bytes,",
+                value: usize::MAX,
+                limit: isize::MAX as usize,
+            })
+    }
+
+    /// Views `bytes` as packed weights of `shape` = [G, N, K].
+    ///
+    /// # Errors
+    /// Another length than [`PackedRef::bytes`].
+    pub fn new(bytes: &'a [u8], shape: [usize; 3]) -> Result<Self, CpuError> {
+        same(
+            "the packed weights, in bytes,",
+            Self::bytes(shape)?,
+            bytes.len(),
+        )?;
+        Ok(Self {
+            bytes,
+            shape,
+            element: std::marker::PhantomData,
+        })
+    }
+}
+
+impl<T: WeightElement> WeightsRef<'_, T> {
+    /// Packs the matrices into `out`, which [`PackedRef::new`] then views.
+    ///
+    /// # Errors
+    /// Another length than [`PackedRef::bytes`].
+    pub fn pack(&self, out: &mut [u8]) -> Result<(), CpuError> {
+        let shape = [self.groups, self.rows, self.cols];
+        same(
+            "the packed weights, in bytes,",
+            PackedRef::<T>::bytes(shape)?,
+            out.len(),
+        )?;
+        let panel_bytes = units::<T>(self.cols) * UNIT_BYTES;
+        let panels = self.rows.div_ceil(PANEL_ROWS);
+        if panel_bytes == 0 {
+            return Ok(());
+        }
+        for (i, panel) in out.chunks_exact_mut(panel_bytes).enumerate() {
+            let first = i % panels * PANEL_ROWS;
+            copy_panel(panel, PANEL_ROWS.min(self.rows - first), |r| {
+                bytemuck::cast_slice(self.row(i / panels, first + r))
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Units of a row of `cols` elements.
+fn units<T>(cols: usize) -> usize {
+    cols.div_ceil(UNIT_ROW_BYTES / size_of::<T>())
+}
+
+/// Fills a panel from the bytes of its first `rows` rows; the rest becomes zero.
+fn copy_panel<'b>(panel: &mut [u8], rows: usize, row: impl Fn(usize) -> &'b [u8]) {
+    panel.fill(0);
+    for r in 0..rows {
+        let units = panel.chunks_exact_mut(UNIT_BYTES);
+        for (unit, bytes) in units.zip(row(r).chunks(UNIT_ROW_BYTES)) {
+            unit[r * UNIT_ROW_BYTES..][..bytes.len()].copy_from_slice(bytes);
+        }
+    }
+}
+
+/// Weights in either layout, as bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Codes<'a> {
+    /// Rows of `shape[2] * element_bytes` bytes; strides in bytes.
+    Rows {
+        bytes: &'a [u8],
+        shape: [usize; 3],
+        element_bytes: usize,
+        group_stride: usize,
+        row_stride: usize,
+    },
+    /// Panels.
+    Packed { bytes: &'a [u8], shape: [usize; 3] },
+}
+
+impl<'a, T: WeightElement> From<WeightsRef<'a, T>> for Codes<'a> {
+    fn from(weights: WeightsRef<'a, T>) -> Self {
+        Self::Rows {
+            bytes: bytemuck::cast_slice(weights.data),
+            shape: [weights.groups, weights.rows, weights.cols],
+            element_bytes: size_of::<T>(),
+            group_stride: weights.group_stride * size_of::<T>(),
+            row_stride: weights.row_stride * size_of::<T>(),
+        }
+    }
+}
+
+impl<'a, T: WeightElement> From<PackedRef<'a, T>> for Codes<'a> {
+    fn from(weights: PackedRef<'a, T>) -> Self {
+        Self::Packed {
+            bytes: weights.bytes,
+            shape: weights.shape,
+        }
+    }
+}
+
+impl<'a> Codes<'a> {
+    /// [G, N, K].
+    pub(crate) fn shape(&self) -> [usize; 3] {
+        match *self {
+            Self::Rows { shape, .. } | Self::Packed { shape, .. } => shape,
+        }
+    }
+
+    /// Rows `first..first + 16` of a matrix where they lie, if they are a whole panel of `units`
+    /// units; `rows` of them exist.
+    #[inline(always)]
+    pub(crate) fn panel(
+        &self,
+        group: usize,
+        first: usize,
+        rows: usize,
+        units: usize,
+    ) -> Option<Panel<'a>> {
+        match *self {
+            Self::Rows {
+                bytes,
+                shape,
+                element_bytes,
+                group_stride,
+                row_stride,
+            } => {
+                let whole =
+                    rows == PANEL_ROWS && shape[2] * element_bytes == units * UNIT_ROW_BYTES;
+                let start = group * group_stride + first * row_stride;
+                whole.then(|| Panel::row_major(&bytes[start..], row_stride, units))
+            }
+            Self::Packed { bytes, shape } => {
+                let panel_bytes = units * UNIT_BYTES;
+                let panels = shape[1].div_ceil(PANEL_ROWS);
+                let start = (group * panels + first / PANEL_ROWS) * panel_bytes;
+                Some(Panel::packed(&bytes[start..][..panel_bytes]))
+            }
+        }
+    }
+
+    /// Copies rows `first..first + rows` of a row-major matrix into a panel.
+    pub(crate) fn copy_panel(&self, group: usize, first: usize, rows: usize, panel: &mut [u8]) {
+        if let Self::Rows {
+            bytes,
+            shape,
+            element_bytes,
+            group_stride,
+            row_stride,
+        } = *self
+        {
+            copy_panel(panel, rows, |r| {
+                let start = group * group_stride + (first + r) * row_stride;
+                &bytes[start..][..shape[2] * element_bytes]
+            });
+        }
+    }
+
+    /// Bytes from a panel to the next.
+    pub(crate) fn panel_stride(&self, units: usize) -> usize {
+        match *self {
+            Self::Rows { row_stride, .. } => PANEL_ROWS * row_stride,
+            Self::Packed { .. } => units * UNIT_BYTES,
+        }
+    }
+}
+
+/// The bf16 B operands of a GEMM, row-major ([`WeightsRef`]) or packed ([`PackedRef`]).
+#[derive(Clone, Copy, Debug)]
+pub struct Bf16Weights<'a>(Codes<'a>);
+
+impl<'a> From<WeightsRef<'a, bf16>> for Bf16Weights<'a> {
+    fn from(weights: WeightsRef<'a, bf16>) -> Self {
+        Self(weights.into())
+    }
+}
+
+impl<'a> From<PackedRef<'a, bf16>> for Bf16Weights<'a> {
+    fn from(weights: PackedRef<'a, bf16>) -> Self {
+        Self(weights.into())
+    }
+}
+
+impl<'a> Bf16Weights<'a> {
+    pub(crate) fn codes(self) -> Codes<'a> {
+        self.0
+    }
+}
+
+/// int8 codes of the B operands, row-major ([`WeightsRef`]) or packed ([`PackedRef`]).
+#[derive(Clone, Copy, Debug)]
+pub struct Int8Codes<'a>(Codes<'a>);
+
+impl<'a> From<WeightsRef<'a, i8>> for Int8Codes<'a> {
+    fn from(weights: WeightsRef<'a, i8>) -> Self {
+        Self(weights.into())
+    }
+}
+
+impl<'a> From<PackedRef<'a, i8>> for Int8Codes<'a> {
+    fn from(weights: PackedRef<'a, i8>) -> Self {
+        Self(weights.into())
+    }
+}
+
 /// What one scale of an int8 GEMM covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Int8Scaling {
@@ -232,7 +478,7 @@ impl<'a> Int8Rows<'a> {
 /// The quantised B operands of an int8 GEMM.
 #[derive(Clone, Copy, Debug)]
 pub struct Int8Weights<'a> {
-    pub(crate) codes: WeightsRef<'a, i8>,
+    pub(crate) codes: Codes<'a>,
     pub(crate) scales: WeightsRef<'a, f32>,
     pub(crate) scaling: Int8Scaling,
 }
@@ -243,19 +489,17 @@ impl<'a> Int8Weights<'a> {
     /// # Errors
     /// Shapes that do not fit each other.
     pub fn new(
-        codes: WeightsRef<'a, i8>,
+        codes: impl Into<Int8Codes<'a>>,
         scales: WeightsRef<'a, f32>,
         scaling: Int8Scaling,
     ) -> Result<Self, CpuError> {
-        same(
-            "the number of matrices of scales",
-            codes.groups(),
-            scales.groups(),
-        )?;
-        same("the number of rows of scales", codes.rows(), scales.rows())?;
+        let Int8Codes(codes) = codes.into();
+        let [groups, rows, cols] = codes.shape();
+        same("the number of matrices of scales", groups, scales.groups())?;
+        same("the number of rows of scales", rows, scales.rows())?;
         same(
             "the number of scales of a row",
-            scaling.blocks(codes.cols()),
+            scaling.blocks(cols),
             scales.cols(),
         )?;
         Ok(Self {

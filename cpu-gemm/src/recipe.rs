@@ -2,60 +2,89 @@
 //!
 //! These bodies are written once and compiled for every instruction set (see
 //! [`crate::kernels`]); the int8 ones define the result to the last bit.
+//!
+//! A product is a sum over *blocks* of K: y = 0; for each block in order, y = y + scaled sum of
+//! the block. For the product with h the blocks are the slices of I, for the one with x they
+//! are what one scale covers: all of K, or 128 of it.
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES};
-use asym_gemm_formats::{bf16, fma, int8};
+use std::mem::MaybeUninit;
 
-use crate::kernels::{Dot, Lanes};
+use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
+use asym_gemm_formats::{bf16, int8};
+use bytemuck::Pod;
+
+use crate::kernels::{Group, Multiply, Panel, Products, Span};
+use crate::tile::{Lanes, TOKENS, Tile};
+use crate::vector::{Vector, VectorMath};
 
 /// Largest K whose i8 x i8 sums always fit an i32: K * 128 * 128 < 2^31.
 pub(crate) const MAX_EXACT_K: usize = (i32::MAX / (128 * 128)) as usize;
 
-/// One row of activations as the kernels read it.
-pub(crate) struct Row<'a, C> {
-    /// K codes, zero-padded to whole units.
-    pub(crate) codes: &'a [C],
-    /// One for each block of K.
-    pub(crate) scales: &'a [f32],
-    /// The sum of the codes of each block.
-    pub(crate) sums: &'a [i32],
-}
-
 /// The arithmetic of one weight format.
 pub(crate) trait Recipe {
     /// A stored activation.
-    type Code: Copy + Default + Send + Sync;
-    /// Activations in the 128 bytes of a unit's row.
-    const UNIT_K: usize;
+    type Code: Pod + Default + Send + Sync;
+    /// The sum of a block.
+    type Sum: Pod + Default;
+    /// Whether K of the product with x is cut into blocks of 128.
+    const BLOCKED_X: bool;
+    /// Whether the slices of h are blocks with scales of their own; else I is one block.
+    const BLOCKED_H: bool;
+    /// Whether sums are integers, the same on every instruction set.
+    const EXACT: bool;
+    /// Bytes of an activation row that meet one unit of weights.
+    const X_UNIT_BYTES: usize = UNIT_ROW_BYTES;
+    /// Units of weights in a block of 128.
+    const BLOCK_UNITS: usize = SLICE * size_of::<Self::Code>() / Self::X_UNIT_BYTES;
 
     /// Scales (and sums) of an activation row of `k` elements, at least 1.
-    fn blocks(k: usize) -> usize;
+    fn blocks(k: usize) -> usize {
+        if Self::BLOCKED_X {
+            k.div_ceil(int8::BLOCK)
+        } else {
+            1
+        }
+    }
 
-    /// Rounds one row of x. `codes` may be longer than `x`; the rest is left alone.
+    /// Rounds one row of x.
     fn encode(x: &[f32], codes: &mut [Self::Code], scales: &mut [f32], sums: &mut [i32]);
 
-    /// Rounds the at most 128 elements of h that belong to one slice.
-    fn encode_hidden(h: &[f32], codes: &mut [Self::Code], scale: &mut f32, sum: &mut i32);
-
-    /// x . w for all of K, scaled. `scales` holds the weight scales of each block of K.
-    fn panel<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        scales: &[Lanes<f32>],
-        x: &[Row<'_, Self::Code>; T],
-    ) -> [Lanes<f32>; T];
-
-    /// Adds h . w of one slice to `y`. `scales` holds the slice's block scales.
-    fn add_down_slice<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        scales: &Lanes<f32>,
-        h: &[Row<'_, Self::Code>; T],
-        y: [&mut Lanes<f32>; T],
+    /// Rounds the elements of h that belong to one slice: up to 128 rows of 16 tokens become the
+    /// words of each token, with the scale and the sum of its codes.
+    fn encode_hidden<V: Vector>(
+        v: V,
+        h: &[Lanes<f32>],
+        words: &mut [Lanes<u32>],
+        scales: &mut Lanes<f32>,
+        sums: &mut Lanes<i32>,
     );
 
-    /// Applies what scales down over all slices.
-    fn finish_down(y: &mut Lanes<f32>, row_scales: &Lanes<f32>);
+    /// The sums of the part of K that `span` and the panel name.
+    fn multiply<M: Multiply>(
+        m: M,
+        panel: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        sums: Products<'_, Self::Sum>,
+    );
+
+    /// y = the first block's sums, scaled for each weight row and each token.
+    fn scale<V: Vector>(
+        v: V,
+        sums: &Tile<Self::Sum>,
+        rows: &Lanes<f32>,
+        tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    );
+
+    /// y += a later block's sums, scaled likewise.
+    fn add_block<V: Vector>(
+        v: V,
+        sums: &Tile<Self::Sum>,
+        rows: &Lanes<f32>,
+        tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    );
 }
 
 /// bf16 weights and activations, f32 sums.
@@ -63,52 +92,150 @@ pub(crate) struct Bf16;
 
 impl Recipe for Bf16 {
     type Code = u16;
-    const UNIT_K: usize = 64;
-
-    fn blocks(_k: usize) -> usize {
-        1
-    }
+    type Sum = f32;
+    const BLOCKED_X: bool = false;
+    const BLOCKED_H: bool = false;
+    const EXACT: bool = false;
 
     #[inline(always)]
-    fn encode(x: &[f32], codes: &mut [u16], _scales: &mut [f32], _sums: &mut [i32]) {
+    fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
         for (code, &x) in codes.iter_mut().zip(x) {
             *code = bf16::encode(x);
         }
+        scales.fill(1.0);
+        sums.fill(0);
     }
 
     #[inline(always)]
-    fn encode_hidden(h: &[f32], codes: &mut [u16], _scale: &mut f32, _sum: &mut i32) {
-        Self::encode(h, codes, &mut [], &mut []);
-    }
-
-    #[inline(always)]
-    fn panel<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        _scales: &[Lanes<f32>],
-        x: &[Row<'_, u16>; T],
-    ) -> [Lanes<f32>; T] {
-        dot.bf16(panel, x.each_ref().map(|x| x.codes))
-    }
-
-    #[inline(always)]
-    fn add_down_slice<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        _scales: &Lanes<f32>,
-        h: &[Row<'_, u16>; T],
-        y: [&mut Lanes<f32>; T],
+    fn encode_hidden<V: Vector>(
+        v: V,
+        h: &[Lanes<f32>],
+        words: &mut [Lanes<u32>],
+        _scales: &mut Lanes<f32>,
+        _sums: &mut Lanes<i32>,
     ) {
-        let sums = dot.bf16(panel, h.each_ref().map(|h| h.codes));
-        for (y, sums) in y.into_iter().zip(&sums) {
-            for (y, sum) in y.iter_mut().zip(sums) {
-                *y += sum;
+        words.fill([0; TOKENS]);
+        for (pair, words) in h.chunks(2).zip(words) {
+            let mut word = v.encode_bf16(v.load(&pair[0]));
+            if let Some(second) = pair.get(1) {
+                let second = v.encode_bf16(v.load(second));
+                word = v.or(word, v.shift_left::<16>(second));
             }
+            v.store_int(word, words);
         }
     }
 
     #[inline(always)]
-    fn finish_down(_y: &mut Lanes<f32>, _row_scales: &Lanes<f32>) {}
+    fn multiply<M: Multiply>(
+        m: M,
+        panel: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        sums: Products<'_, f32>,
+    ) {
+        m.bf16(panel, x, span, sums);
+    }
+
+    #[inline(always)]
+    fn scale<V: Vector>(
+        _v: V,
+        sums: &Tile<f32>,
+        _rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
+        *y = *sums;
+    }
+
+    #[inline(always)]
+    fn add_block<V: Vector>(
+        v: V,
+        sums: &Tile<f32>,
+        _rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
+        for r in 0..PANEL_ROWS {
+            let sum = v.add(v.load(&y.0[r]), v.load(&sums.0[r]));
+            v.store(sum, &mut y.0[r]);
+        }
+    }
+}
+
+/// fp8 weights in blocks of 128 x 128, bf16 activations, f32 sums inside a block.
+///
+/// A unit of weights is one block of K; it becomes two units of bf16, exactly, before it is
+/// multiplied.
+pub(crate) struct Fp8;
+
+impl Recipe for Fp8 {
+    type Code = u16;
+    type Sum = f32;
+    const BLOCKED_X: bool = true;
+    const BLOCKED_H: bool = true;
+    const EXACT: bool = false;
+    const X_UNIT_BYTES: usize = 2 * UNIT_ROW_BYTES;
+
+    #[inline(always)]
+    fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        Bf16::encode(x, codes, scales, sums);
+    }
+
+    #[inline(always)]
+    fn encode_hidden<V: Vector>(
+        v: V,
+        h: &[Lanes<f32>],
+        words: &mut [Lanes<u32>],
+        scales: &mut Lanes<f32>,
+        sums: &mut Lanes<i32>,
+    ) {
+        Bf16::encode_hidden(v, h, words, scales, sums);
+    }
+
+    #[inline(always)]
+    fn multiply<M: Multiply>(
+        m: M,
+        panel: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        sums: Products<'_, f32>,
+    ) {
+        assert_eq!(panel.total_units(), 1, "a block of K is one unit");
+        let mut expanded = MaybeUninit::uninit();
+        let expanded = m.expand_e4m3(panel, &mut expanded);
+        let span = Span {
+            unit: 2 * span.unit,
+            ..span
+        };
+        m.bf16(expanded.panel(), x, span, sums);
+    }
+
+    #[inline(always)]
+    fn scale<V: Vector>(
+        v: V,
+        sums: &Tile<f32>,
+        rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
+        for r in 0..PANEL_ROWS {
+            v.store(v.mul(v.load(&sums.0[r]), v.splat(rows[r])), &mut y.0[r]);
+        }
+    }
+
+    #[inline(always)]
+    fn add_block<V: Vector>(
+        v: V,
+        sums: &Tile<f32>,
+        rows: &Lanes<f32>,
+        _tokens: &Lanes<f32>,
+        y: &mut Tile<f32>,
+    ) {
+        for r in 0..PANEL_ROWS {
+            let sum = v.fma(v.load(&sums.0[r]), v.splat(rows[r]), v.load(&y.0[r]));
+            v.store(sum, &mut y.0[r]);
+        }
+    }
 }
 
 /// Quantises `x` with the scale that `scale_of` makes of its largest magnitude.
@@ -131,144 +258,139 @@ fn quantise(x: &[f32], codes: &mut [i8], scale_of: impl Fn(f32) -> f32) -> (f32,
     (scale, sum)
 }
 
-/// The codes and sums of `T` rows, as [`Dot::s8`] wants them.
+/// Quantises the up to 128 elements that each of 16 tokens has in a slice, four to a word.
 #[inline(always)]
-fn operands<'a, const T: usize>(x: &[Row<'a, i8>; T]) -> ([&'a [i8]; T], [i32; T]) {
-    (
-        x.each_ref().map(|x| x.codes),
-        x.each_ref().map(|x| x.sums[0]),
-    )
+fn quantise_hidden<V: Vector>(
+    v: V,
+    h: &[Lanes<f32>],
+    words: &mut [Lanes<u32>],
+    scales: &mut Lanes<f32>,
+    sums: &mut Lanes<i32>,
+) {
+    let mut amax = v.splat_int(0);
+    for row in h {
+        let magnitude = v.and(v.bits(v.load(row)), v.splat_int(0x7fff_ffff));
+        amax = v.max_int(amax, magnitude);
+    }
+    let mut largest = [0; TOKENS];
+    v.store_int(amax, &mut largest);
+    *scales = largest.map(|amax| int8::per_row_scale(f32::from_bits(amax)));
+    let inverse = v.div(v.splat(1.0), v.load(scales));
+    let mut sum = v.splat_int(0);
+    words.fill([0; TOKENS]);
+    for (four, words) in h.chunks(4).zip(words) {
+        let mut word = v.splat_int(0);
+        // Highest byte first; a short last chunk leaves the bytes above it zero.
+        for i in (0..4).rev() {
+            word = v.shift_left::<8>(word);
+            if let Some(row) = four.get(i) {
+                let code = v.encode_int8(v.load(row), inverse);
+                sum = v.add_int(sum, code);
+                word = v.or(word, v.and(code, v.splat_int(0xff)));
+            }
+        }
+        v.store_int(word, words);
+    }
+    v.store_int(sum, bytemuck::cast_mut(sums));
+}
+
+/// y = sum * (token scale * row scale), or that added to y with one rounding.
+#[inline(always)]
+fn scale_int8<V: Vector, const ADD: bool>(
+    v: V,
+    sums: &Tile<i32>,
+    rows: &Lanes<f32>,
+    tokens: &Lanes<f32>,
+    y: &mut Tile<f32>,
+) {
+    let tokens = v.load(tokens);
+    for r in 0..PANEL_ROWS {
+        let sum = v.to_float(v.load_int(&sums.0[r]));
+        let scale = v.mul(tokens, v.splat(rows[r]));
+        let y = &mut y.0[r];
+        let scaled = match ADD {
+            true => v.fma(sum, scale, v.load(y)),
+            false => v.mul(sum, scale),
+        };
+        v.store(scaled, y);
+    }
 }
 
 /// int8 with one scale a row.
 pub(crate) struct PerRow;
 
-impl Recipe for PerRow {
-    type Code = i8;
-    const UNIT_K: usize = 128;
-
-    fn blocks(_k: usize) -> usize {
-        1
-    }
-
-    #[inline(always)]
-    fn encode(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
-        (scales[0], sums[0]) = quantise(x, codes, int8::per_row_scale);
-    }
-
-    #[inline(always)]
-    fn encode_hidden(h: &[f32], codes: &mut [i8], scale: &mut f32, sum: &mut i32) {
-        (*scale, *sum) = quantise(h, codes, int8::per_row_scale);
-    }
-
-    #[inline(always)]
-    fn panel<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        scales: &[Lanes<f32>],
-        x: &[Row<'_, i8>; T],
-    ) -> [Lanes<f32>; T] {
-        let (codes, sums) = operands(x);
-        let acc = dot.s8(panel, codes, sums);
-        let mut out = [[0f32; PANEL_ROWS]; T];
-        for t in 0..T {
-            for r in 0..PANEL_ROWS {
-                out[t][r] = acc[t][r] as f32 * (x[t].scales[0] * scales[0][r]);
-            }
-        }
-        out
-    }
-
-    #[inline(always)]
-    fn add_down_slice<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        _scales: &Lanes<f32>,
-        h: &[Row<'_, i8>; T],
-        y: [&mut Lanes<f32>; T],
-    ) {
-        let (codes, sums) = operands(h);
-        let acc = dot.s8(panel, codes, sums);
-        for ((y, acc), h) in y.into_iter().zip(&acc).zip(h) {
-            for (y, &acc) in y.iter_mut().zip(acc) {
-                *y = fma(acc as f32, h.scales[0], *y);
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn finish_down(y: &mut Lanes<f32>, row_scales: &Lanes<f32>) {
-        for (y, scale) in y.iter_mut().zip(row_scales) {
-            *y *= scale;
-        }
-    }
-}
-
 /// int8 with one scale a row and 128 columns.
 pub(crate) struct Block128;
 
-impl Recipe for Block128 {
-    type Code = i8;
-    const UNIT_K: usize = 128;
+/// The parts that both int8 recipes share.
+macro_rules! int8_recipe {
+    ($name:ident, blocked: $blocked:literal, $scale:path) => {
+        impl Recipe for $name {
+            type Code = i8;
+            type Sum = i32;
+            const BLOCKED_X: bool = $blocked;
+            const BLOCKED_H: bool = true;
+            const EXACT: bool = true;
 
-    fn blocks(k: usize) -> usize {
-        k.div_ceil(int8::BLOCK)
-    }
-
-    #[inline(always)]
-    fn encode(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
-        let blocks = x.chunks(int8::BLOCK).zip(codes.chunks_mut(int8::BLOCK));
-        for (((x, codes), scale), sum) in blocks.zip(scales).zip(sums) {
-            (*scale, *sum) = quantise(x, codes, int8::block_scale);
-        }
-    }
-
-    #[inline(always)]
-    fn encode_hidden(h: &[f32], codes: &mut [i8], scale: &mut f32, sum: &mut i32) {
-        PerRow::encode_hidden(h, codes, scale, sum);
-    }
-
-    #[inline(always)]
-    fn panel<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        scales: &[Lanes<f32>],
-        x: &[Row<'_, i8>; T],
-    ) -> [Lanes<f32>; T] {
-        let mut out = [[0f32; PANEL_ROWS]; T];
-        // A block of scales covers one unit.
-        for (block, (unit, scales)) in panel.chunks_exact(UNIT_BYTES).zip(scales).enumerate() {
-            let codes = x
-                .each_ref()
-                .map(|x| &x.codes[block * int8::BLOCK..][..int8::BLOCK]);
-            let acc = dot.s8(unit, codes, x.each_ref().map(|x| x.sums[block]));
-            for t in 0..T {
-                let scale = x[t].scales[block];
-                for r in 0..PANEL_ROWS {
-                    out[t][r] = fma(acc[t][r] as f32, scale * scales[r], out[t][r]);
+            #[inline(always)]
+            fn encode(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
+                let span = if $blocked {
+                    int8::BLOCK
+                } else {
+                    x.len().max(1)
+                };
+                let blocks = x.chunks(span).zip(codes.chunks_mut(span));
+                for (((x, codes), scale), sum) in blocks.zip(scales).zip(sums) {
+                    (*scale, *sum) = quantise(x, codes, $scale);
                 }
             }
-        }
-        out
-    }
 
-    #[inline(always)]
-    fn add_down_slice<D: Dot, const T: usize>(
-        dot: D,
-        panel: &[u8],
-        scales: &Lanes<f32>,
-        h: &[Row<'_, i8>; T],
-        y: [&mut Lanes<f32>; T],
-    ) {
-        let (codes, sums) = operands(h);
-        let acc = dot.s8(panel, codes, sums);
-        for ((y, acc), h) in y.into_iter().zip(&acc).zip(h) {
-            for r in 0..PANEL_ROWS {
-                y[r] = fma(acc[r] as f32, h.scales[0] * scales[r], y[r]);
+            #[inline(always)]
+            fn encode_hidden<V: Vector>(
+                v: V,
+                h: &[Lanes<f32>],
+                words: &mut [Lanes<u32>],
+                scales: &mut Lanes<f32>,
+                sums: &mut Lanes<i32>,
+            ) {
+                quantise_hidden(v, h, words, scales, sums);
+            }
+
+            #[inline(always)]
+            fn multiply<M: Multiply>(
+                m: M,
+                panel: Panel<'_>,
+                x: &[Group<'_>],
+                span: Span,
+                sums: Products<'_, i32>,
+            ) {
+                m.s8(panel, x, span, sums);
+            }
+
+            #[inline(always)]
+            fn scale<V: Vector>(
+                v: V,
+                sums: &Tile<i32>,
+                rows: &Lanes<f32>,
+                tokens: &Lanes<f32>,
+                y: &mut Tile<f32>,
+            ) {
+                scale_int8::<V, false>(v, sums, rows, tokens, y);
+            }
+
+            #[inline(always)]
+            fn add_block<V: Vector>(
+                v: V,
+                sums: &Tile<i32>,
+                rows: &Lanes<f32>,
+                tokens: &Lanes<f32>,
+                y: &mut Tile<f32>,
+            ) {
+                scale_int8::<V, true>(v, sums, rows, tokens, y);
             }
         }
-    }
-
-    #[inline(always)]
-    fn finish_down(_y: &mut Lanes<f32>, _row_scales: &Lanes<f32>) {}
+    };
 }
+
+int8_recipe!(PerRow, blocked: false, int8::per_row_scale);
+int8_recipe!(Block128, blocked: true, int8::block_scale);

@@ -21,8 +21,8 @@ fn rows(source: &dyn ExpertSource, e: &Expert) -> [Vec<f32>; 3] {
     })
 }
 
-/// bf16 values come back bit for bit, int8 codes too (unpacking and packing again gives the same
-/// bytes of codes), biases always; int8 values are within half a step.
+/// bf16 values come back bit for bit, int8 and fp8 codes too (unpacking and packing again gives the
+/// same bytes of codes), biases always; int8 and fp8 values are within half a step.
 #[test]
 fn round_trip() {
     for (hidden, intermediate) in [(1, 1), (100, 33), (192, 96), (257, 300), (128, 128)] {
@@ -46,6 +46,10 @@ fn round_trip() {
                         continue;
                     }
                     let k = e.k(p);
+                    if format == WeightFormat::Fp8Block128 {
+                        check_fp8(got, &e.weights[p], k);
+                        continue;
+                    }
                     let span = if format == WeightFormat::Int8PerRow {
                         k
                     } else {
@@ -79,6 +83,67 @@ fn round_trip() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Each value within half a step of e4m3 at the scale of its block of 128 x 128.
+fn check_fp8(got: &[f32], want: &[f32], k: usize) {
+    let block = |i: usize| (i / k / 128, i % k / 128);
+    let mut largest = std::collections::HashMap::new();
+    for (i, w) in want.iter().enumerate() {
+        let amax = largest.entry(block(i)).or_insert(0f32);
+        *amax = amax.max(w.abs());
+    }
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        // 2^-4 relative; half of 2^-9 scales where codes are subnormal.
+        let half_step = (want.abs() / 16.0).max(largest[&block(i)] / 448.0 / 1024.0);
+        let error = (got - want).abs();
+        assert!(error <= half_step * 1.001, "element {i}: {got} for {want}");
+    }
+}
+
+/// fp8 has one scale for 128 x 128: a large value changes the codes of its block alone, and blocks
+/// of zeros or of the smallest numbers come back finite.
+#[test]
+fn fp8_scales_belong_to_blocks() {
+    let g = geometry(1, 300, 200, WeightFormat::Fp8Block128, false);
+    let mut e = Expert::random(g, &mut rng(9));
+    let pack = |e: &Expert| {
+        let mut bytes = vec![0; g.expert_bytes()];
+        pack_expert(g, &mut bytes, e).unwrap();
+        bytes
+    };
+    let before = pack(&e);
+    for (p, row, k) in [(0, 130, 290), (1, 5, 129), (2, 257, 140)] {
+        let index = row * e.k(p) + k;
+        let old = std::mem::replace(&mut e.weights[p][index], 1e4);
+        let after = pack(&e);
+        for q in PROJECTIONS {
+            let (n, width) = match q {
+                Projection::Down => (300, 200),
+                _ => (200, 300),
+            };
+            for (r, c) in (0..n * width).map(|i| (i / width, i % width)) {
+                let at = g.element_offset(q, r, c);
+                let same_block = q as usize == p && r / 128 == row / 128 && c / 128 == k / 128;
+                if !same_block {
+                    assert_eq!(after[at], before[at], "{q:?} {r}, {c}");
+                }
+            }
+        }
+        let same = |(a, b): &(&u8, &u8)| a == b;
+        let different = before.len() - before.iter().zip(&after).filter(same).count();
+        assert!(different > 1000, "the block kept its codes");
+        e.weights[p][index] = old;
+    }
+    for (i, w) in e.weights.iter_mut().flatten().enumerate() {
+        *w = [0.0, 1e-45, 6.3e-38, 1.4e-36][i % 4];
+    }
+    let back = unpack(g, &pack(&e)).unwrap();
+    for (p, got) in rows(&back, &e).iter().enumerate() {
+        for (got, want) in got.iter().zip(&e.weights[p]) {
+            assert!((got - want).abs() <= *want, "{got} for {want}");
         }
     }
 }

@@ -206,9 +206,12 @@ fn kernels_agree_on_int8() {
 }
 
 #[test]
-fn a_bf16_nan_stays_in_its_row() {
-    let bank = Bank::random(geometry(1, 64, 128, WeightFormat::Bf16, false), 3);
-    for engine in engines() {
+fn a_nan_stays_in_its_row() {
+    for (format, engine) in [WeightFormat::Bf16, WeightFormat::Fp8Block128]
+        .into_iter()
+        .flat_map(|format| engines().into_iter().map(move |engine| (format, engine)))
+    {
+        let bank = Bank::random(geometry(1, 64, 128, format, false), 3);
         let mut x = uniform(&mut rng(4), 3 * 64, 1.0);
         x[64 + 5] = f32::NAN;
         let mut y = vec![0.0; 3 * 64];
@@ -223,6 +226,31 @@ fn a_bf16_nan_stays_in_its_row() {
         for (i, y) in y.iter().enumerate() {
             assert_eq!(y.is_nan(), i / 64 == 1, "element {i}");
         }
+    }
+}
+
+/// In fp8 the kernels of fused multiply-adds give the same bits, as their sums have one order.
+#[test]
+fn fma_kernels_agree_on_fp8() {
+    let hidden = 257;
+    let bank = Bank::random(geometry(1, hidden, 300, WeightFormat::Fp8Block128, true), 3);
+    let x = uniform(&mut rng(4), 7 * hidden, 5.0);
+    let group = [ExpertGroup {
+        expert: 0,
+        start: 0,
+        tokens: &[0, 1, 2, 3, 4, 5, 6],
+    }];
+    let mut first: Option<Vec<f32>> = None;
+    for engine in engines() {
+        let name = engine.kernel_name(WeightFormat::Fp8Block128);
+        if !has_portable_order(name) {
+            continue;
+        }
+        let mut y = vec![f32::NAN; 7 * hidden];
+        engine
+            .expert_ffn(bank.view(), CLAMPED, &x, &group, &mut y)
+            .unwrap();
+        assert_same(name, &y, first.get_or_insert_with(|| y.clone()));
     }
 }
 

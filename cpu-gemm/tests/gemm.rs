@@ -6,6 +6,7 @@ use asym_gemm_cpu::{
     CpuError, Engine, GroupRange, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef, Output,
     WeightsRef,
 };
+use asym_gemm_formats::WeightFormat;
 use common::*;
 use half::bf16;
 use rand::RngExt;
@@ -30,6 +31,7 @@ impl Case {
             (15, 63),
             (16, 64),
             (17, 65),
+            (1, 100),
             (33, 129),
             (80, 257),
             (66, 300),
@@ -140,6 +142,50 @@ fn bf16_within_its_bound() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// The kernels of fused multiply-adds add in one order, and a row alone gives the bits that it
+/// gives among others.
+#[test]
+fn bf16_has_one_order_of_additions() {
+    let (m, n, k) = (9, 33, 333);
+    let mut rng = rng(11);
+    let mut values = |len: usize| -> Vec<bf16> {
+        let values = uniform(&mut rng, len, 2.0);
+        values.into_iter().map(bf16::from_f32).collect()
+    };
+    let (a, b) = (values(m * k), values(n * k));
+    let b = WeightsRef::new(&b, [1, n, k], [n * k, k]).unwrap();
+    let gemm = |engine: &Engine, a: &[bf16]| {
+        let m = a.len() / k;
+        let mut d = vec![f32::NAN; m * n];
+        let group = [GroupRange {
+            weight: 0,
+            start: 0,
+            end: m,
+        }];
+        engine
+            .grouped_gemm_bf16(
+                MatrixRef::new(a, m, k, k).unwrap(),
+                b,
+                &group,
+                MatrixMut::new(&mut d, m, n, n).unwrap(),
+            )
+            .unwrap();
+        d
+    };
+    let mut first = None;
+    for engine in engines() {
+        let name = engine.kernel_name(WeightFormat::Bf16);
+        let whole = gemm(&engine, &a);
+        for (row, a) in a.chunks(k).enumerate() {
+            let what = format!("{name}, row {row} alone");
+            assert_same(&what, &gemm(&engine, a), &whole[row * n..][..n]);
+        }
+        if has_portable_order(name) {
+            assert_same(name, &whole, first.get_or_insert_with(|| whole.clone()));
         }
     }
 }

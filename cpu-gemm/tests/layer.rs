@@ -192,11 +192,13 @@ fn the_environment_forces_an_isa() {
         rest.split_once('>').unwrap().0.to_owned()
     };
     assert_eq!(detect("portable"), "portable");
-    assert!(detect("sse9").contains("`sse9`; it must be `avx512` or `portable`"));
-    let avx512 = detect("avx512");
-    if Engine::available().contains(&Isa::Avx512) {
-        assert_eq!(avx512, "avx512");
-    } else {
-        assert!(avx512.starts_with("avx512 needs"), "{avx512}");
+    assert!(detect("sse9").contains("`sse9`; it must be `amx`, `avx512`, `avx2` or `portable`"));
+    for isa in [Isa::Avx2, Isa::Avx512] {
+        let found = detect(isa.name());
+        if Engine::available().contains(&isa) {
+            assert_eq!(found, isa.name());
+        } else {
+            assert!(found.starts_with(&format!("{isa} needs")), "{found}");
+        }
     }
 }

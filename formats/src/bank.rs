@@ -16,6 +16,18 @@
 //! panel = consecutive units along K;  unit = 16 rows x 128 bytes, row-major (2 KiB)
 //! ```
 //!
+//! The scales of a slice, f32, by format:
+//!
+//! ```text
+//! bf16            none
+//! int8            gate/up [16 panels][16 rows]                (down: in the tail)
+//! int8-block128   gate/up [16 panels][16 rows][H/128]         down [rows of H]
+//! fp8             gate/up [gate, up][H/128]                   down [H/128]
+//! ```
+//!
+//! A slice's 128 rows of I and its 128 columns of I are one row, or one column, of the 128 x 128
+//! blocks of fp8, so that each block scale lies in one slice.
+//!
 //! A unit is what one AMX tile pair loads with a stride of 128 bytes and what one row
 //! group of a TMA box with 128-byte swizzle takes. Reading a panel is one sequential
 //! stream. Gate and up alternate every 16 rows, so that 32 consecutive output columns
@@ -67,12 +79,20 @@ pub struct BankGeometry {
     pub bias: bool,
 }
 
+/// Scales and biases start at multiples of this in their slice.
+const SECTION_ALIGN: usize = 64;
+
 const fn round_up(n: usize, to: usize) -> usize {
     n.div_ceil(to) * to
 }
 
+/// Bytes that `count` scales take.
+const fn scale_bytes(count: usize) -> usize {
+    round_up(count * 4, SECTION_ALIGN)
+}
+
 impl BankGeometry {
-    /// Elements of K in one unit: 64 for bf16, 128 for int8.
+    /// Elements of K in one unit: 64 for bf16, 128 for int8 and fp8.
     pub const fn unit_k(&self) -> usize {
         UNIT_ROW_BYTES / self.format.element_bytes()
     }
@@ -97,7 +117,7 @@ impl BankGeometry {
         self.down_panels() * PANEL_ROWS
     }
 
-    /// Units along the 128 of I that a slice's down panel covers: 2 for bf16, 1 for int8.
+    /// Units along the 128 of I that a slice's down panel covers: 2 for bf16, 1 for int8 and fp8.
     pub const fn down_units(&self) -> usize {
         SLICE / self.unit_k()
     }
@@ -118,12 +138,14 @@ impl BankGeometry {
         if left < SLICE { left } else { SLICE }
     }
 
-    /// Scales of one gate or up row: 0, 1, or one for each 128 of H.
+    /// Scales that cover one gate or up row: 0, 1, or one for each 128 of H. In fp8 the 128 rows of
+    /// a slice have them in common.
     pub const fn hidden_blocks(&self) -> usize {
         match self.format {
             WeightFormat::Bf16 => 0,
             WeightFormat::Int8PerRow => 1,
             WeightFormat::Int8Block128 => self.hidden.div_ceil(crate::int8::BLOCK),
+            WeightFormat::Fp8Block128 => self.hidden.div_ceil(crate::fp8::BLOCK),
         }
     }
 
@@ -143,23 +165,38 @@ impl BankGeometry {
     }
 
     /// Offset in a slice of the gate and up scales: f32 `[16 panels][16 rows][hidden_blocks]`,
-    /// panels in gate/up order.
+    /// panels in gate/up order; in fp8 f32 `[gate, up][hidden_blocks]`.
     pub const fn gate_up_scales_offset(&self) -> usize {
         self.down_offset() + self.down_panels() * self.down_panel_bytes()
     }
 
-    /// Offset in a slice of the down scales of Block128: f32 `[down_rows_padded]`.
+    /// Gate and up scales of a slice: a set of `hidden_blocks` for each row, in fp8 for gate and for up.
+    pub const fn gate_up_scale_count(&self) -> usize {
+        let sets = match self.format {
+            WeightFormat::Fp8Block128 => 2,
+            _ => GATE_UP_PANELS * PANEL_ROWS,
+        };
+        sets * self.hidden_blocks()
+    }
+
+    /// Offset in a slice of the down scales: f32 `[down_block_scale_count]`.
     pub const fn down_block_scales_offset(&self) -> usize {
-        self.gate_up_scales_offset() + GATE_UP_PANELS * PANEL_ROWS * self.hidden_blocks() * 4
+        self.gate_up_scales_offset() + scale_bytes(self.gate_up_scale_count())
+    }
+
+    /// Down scales of a slice: in int8-block128 one for each (padded) row of H, in fp8 for each 128
+    /// of H, else none.
+    pub const fn down_block_scale_count(&self) -> usize {
+        match self.format {
+            WeightFormat::Bf16 | WeightFormat::Int8PerRow => 0,
+            WeightFormat::Int8Block128 => self.down_rows_padded(),
+            WeightFormat::Fp8Block128 => self.hidden.div_ceil(crate::fp8::BLOCK),
+        }
     }
 
     /// Offset in a slice of the gate and up biases: f32 [16 panels][16 rows], as the scales.
     pub const fn gate_up_bias_offset(&self) -> usize {
-        let block_scales = match self.format {
-            WeightFormat::Int8Block128 => self.down_rows_padded() * 4,
-            _ => 0,
-        };
-        self.down_block_scales_offset() + block_scales
+        self.down_block_scales_offset() + scale_bytes(self.down_block_scale_count())
     }
 
     /// Distance of consecutive slices of an expert.
@@ -247,6 +284,7 @@ mod tests {
             WeightFormat::Bf16,
             WeightFormat::Int8PerRow,
             WeightFormat::Int8Block128,
+            WeightFormat::Fp8Block128,
         ] {
             for (hidden, intermediate) in [
                 (64, 128),
@@ -293,14 +331,12 @@ mod tests {
                 let base = slice * g.slice_bytes();
                 claim(
                     base + g.gate_up_scales_offset(),
-                    256 * g.hidden_blocks() * 4,
+                    g.gate_up_scale_count() * 4,
                 );
-                if g.format == WeightFormat::Int8Block128 {
-                    claim(
-                        base + g.down_block_scales_offset(),
-                        g.down_rows_padded() * 4,
-                    );
-                }
+                claim(
+                    base + g.down_block_scales_offset(),
+                    g.down_block_scale_count() * 4,
+                );
                 if g.bias {
                     claim(base + g.gate_up_bias_offset(), 256 * 4);
                 }
@@ -320,6 +356,9 @@ mod tests {
             assert_eq!(g.slice_bytes() % ALIGN, 0);
             assert_eq!(g.expert_bytes() % ALIGN, 0);
             assert_eq!(g.down_offset() % UNIT_BYTES, 0);
+            assert_eq!(g.gate_up_scales_offset() % SECTION_ALIGN, 0);
+            assert_eq!(g.down_block_scales_offset() % SECTION_ALIGN, 0);
+            assert_eq!(g.gate_up_bias_offset() % SECTION_ALIGN, 0);
         }
     }
 
@@ -335,5 +374,21 @@ mod tests {
         };
         assert_eq!(g.gate_up_scales_offset(), 768 * 1024);
         assert_eq!(g.slices(), 6);
+    }
+
+    /// fp8 at the same shape: as many bytes of weights, 16 scales each of gate, up and down.
+    #[test]
+    fn fp8_slice_of_a_known_shape() {
+        let g = BankGeometry {
+            experts: 1,
+            hidden: 2048,
+            intermediate: 768,
+            format: WeightFormat::Fp8Block128,
+            bias: false,
+        };
+        assert_eq!(g.gate_up_scales_offset(), 768 * 1024);
+        assert_eq!(g.down_block_scales_offset(), 768 * 1024 + 2 * 64);
+        assert_eq!(g.slice_bytes(), 768 * 1024 + 256);
+        assert_eq!(g.expert_bytes(), 6 * g.slice_bytes());
     }
 }

@@ -44,6 +44,11 @@ pub const fn decode(code: u8) -> f32 {
     f32::from_bits(sign | ((magnitude + ((127 - 7) << 3)) << 20))
 }
 
+/// The bfloat16 code of the same value: exact, since bfloat16 has more bits of either kind.
+pub const fn to_bf16(code: u8) -> u16 {
+    (decode(code).to_bits() >> 16) as u16
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -58,6 +63,14 @@ mod tests {
             } else {
                 assert_eq!(encode(x), code, "{x}");
             }
+        }
+    }
+
+    #[test]
+    fn bf16_has_every_value() {
+        for code in 0..=u8::MAX {
+            let (x, wide) = (decode(code), crate::bf16::decode(to_bf16(code)));
+            assert!(x.to_bits() == wide.to_bits(), "{code:#04x}: {wide} for {x}");
         }
     }
 

@@ -8,6 +8,7 @@
 //!   NaN; e4m3 saturates.
 //! - [`int8`]: the two INT8 recipes, one scale a row ([`int8::per_row_scale`]) or
 //!   one scale a row and 128 columns ([`int8::block_scale`]).
+//! - [`fp8`]: e4m3 weights with one scale a block of 128 x 128.
 //! - [`activation`]: the gated activations of MoE experts over one fixed
 //!   polynomial for `exp`.
 //! - [`bank`]: where each byte of an expert lies in the weight bank.
@@ -21,6 +22,7 @@ pub mod activation;
 pub mod bank;
 pub mod bf16;
 pub mod e4m3;
+pub mod fp8;
 pub mod int8;
 
 /// How the weights of a bank or of a GEMM's B operand are stored.
@@ -32,6 +34,8 @@ pub enum WeightFormat {
     Int8PerRow,
     /// INT8, one f32 scale for each output row and 128 columns of K.
     Int8Block128,
+    /// FP8 E4M3, one f32 scale for each block of 128 output rows and 128 columns of K.
+    Fp8Block128,
 }
 
 impl WeightFormat {
@@ -39,7 +43,7 @@ impl WeightFormat {
     pub const fn element_bytes(self) -> usize {
         match self {
             Self::Bf16 => 2,
-            Self::Int8PerRow | Self::Int8Block128 => 1,
+            Self::Int8PerRow | Self::Int8Block128 | Self::Fp8Block128 => 1,
         }
     }
 
@@ -49,6 +53,7 @@ impl WeightFormat {
             Self::Bf16 => "bf16",
             Self::Int8PerRow => "int8",
             Self::Int8Block128 => "int8-block128",
+            Self::Fp8Block128 => "fp8",
         }
     }
 }
@@ -74,7 +79,7 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 /// 1.5 * 2^23: adding and subtracting it rounds |x| < 2^22 to an integer, ties to even.
-const ROUND_MAGIC: f32 = 12_582_912.0;
+pub const ROUND_MAGIC: f32 = 12_582_912.0;
 
 /// Rounds to the nearest integer, ties to even. Exact for |x| < 2^22.
 #[inline(always)]

@@ -5,11 +5,14 @@
 //! - [`gemm`]: grouped GEMM on the GPU over plain row-major weights;
 //! - [`transfer`]: how weights reach the GPU, and what the link does;
 //! - [`driver`]: devices, memory and kernels, over a driver loaded at run time;
-//! - [`system`]: what this machine's CPU, memory and limits are.
+//! - [`system`]: what this machine's CPU, memory and limits are;
+//! - `bench`: the kernels against this machine's ceilings (feature `bench`).
 //!
 //! Without the `cuda` feature the crate is CPU only and `gemm`, `transfer` and `driver`
 //! are absent.
 
+#[cfg(feature = "bench")]
+pub mod bench;
 pub mod checkpoint;
 #[cfg(feature = "cuda")]
 pub mod driver;

@@ -14,7 +14,7 @@ const FIXTURES: [(&str, usize); 4] = [
     ("deepseek_v3_bf16", 1),
     ("gpt_oss_bf16", 0),
 ];
-const FORMATS: [&str; 3] = ["bf16", "int8", "int8-block128"];
+const FORMATS: [&str; 4] = ["bf16", "int8", "int8-block128", "fp8"];
 /// Tokens of each fixture.
 const TOKENS: usize = 19;
 /// Width of the Qwen3 fixture.
@@ -230,7 +230,7 @@ fn demo_passes() {
         .iter()
         .map(|run| run["format"].as_str().unwrap())
         .collect();
-    assert_eq!(formats, ["bf16", "int8"]);
+    assert_eq!(formats, ["bf16", "int8", "fp8"]);
     for run in runs {
         assert_eq!(run["comparison"]["passed"], true, "{run}");
         assert!(run["seconds"].as_f64().unwrap() > 0.0);
@@ -285,7 +285,7 @@ fn doctor_reports() {
 
     let report = look.json(0);
     assert_eq!(report["dram_read_gb_per_second"], Value::Null);
-    assert_eq!(report["kernels"].as_array().unwrap().len(), 3);
+    assert_eq!(report["kernels"].as_array().unwrap().len(), FORMATS.len());
     assert!(
         report["system"].is_object() && report["gpu"]["devices"].is_array(),
         "{report}"
@@ -705,6 +705,15 @@ fn outputs_that_cannot_be_written() {
     assert_eq!(names(folder.path()), ["old", "taken"]);
 }
 
+#[test]
+fn records_that_cannot_be_written_are_refused_at_once() {
+    let folder = folder();
+    let bench = |path: &Path| Call::new(&["bench", "cpu", "--quick", "--csv", &text(path)]);
+    bench(&folder.path().join("absent/x.csv"))
+        .refused(&["absent/x.csv", "its folder is not there"]);
+    bench(folder.path()).refused(&["is a folder"]);
+}
+
 /// Replacing a device such as /dev/null by a file would break the machine.
 #[cfg(unix)]
 #[test]
@@ -763,12 +772,13 @@ fn misuse() {
     let call = Call::fixture(FIXTURES[0]);
     call.clone()
         .with(&["--format", "fp4"])
-        .misused(&["fp4", "bf16, int8, int8-block128"]);
+        .misused(&["fp4", "bf16, int8, int8-block128, fp8"]);
     call.clone()
         .with(&["--transfer", "pigeon"])
         .misused(&["pigeon", "staged"]);
     Call::new(&["moe", "--model", "m", "--layer", "-1", "--input", "x"]).misused(&["-1"]);
     Call::new(&["moe", "--layer", "0"]).misused(&["--model", "--input"]);
+    Call::new(&["bench", "gears"]).misused(&["gears"]);
     Call::new(&["bake"]).misused(&["bake"]);
     Call::new(&[]).misused(&["Usage"]);
     assert!(
@@ -776,5 +786,7 @@ fn misuse() {
             .prints(0)
             .starts_with("asym-gemm ")
     );
+    let help = Call::new(&["bench", "cpu", "--help"]).prints(0);
+    assert!(help.contains("--quick") && help.contains("--csv"));
     assert!(Call::new(&["moe", "--help"]).prints(0).contains("--expect"));
 }

@@ -10,11 +10,27 @@ use asym_gemm_testkit::reference::ExpertWeights;
 use std::path::{Path, PathBuf};
 
 /// Every weight format.
-pub const FORMATS: [WeightFormat; 3] = [
+pub const FORMATS: [WeightFormat; 4] = [
+    WeightFormat::Bf16,
+    WeightFormat::Int8PerRow,
+    WeightFormat::Int8Block128,
+    WeightFormat::Fp8Block128,
+];
+
+/// Those that the GPU computes experts in.
+pub const GPU_FORMATS: [WeightFormat; 3] = [
     WeightFormat::Bf16,
     WeightFormat::Int8PerRow,
     WeightFormat::Int8Block128,
 ];
+
+/// Whether every bit of a result is defined.
+pub fn is_exact(format: WeightFormat) -> bool {
+    matches!(
+        format,
+        WeightFormat::Int8PerRow | WeightFormat::Int8Block128
+    )
+}
 
 /// Folder of a checked-in checkpoint: in `ASYM_GEMM_FIXTURES` if that is set, otherwise where
 /// this package was compiled.

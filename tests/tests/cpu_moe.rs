@@ -1,4 +1,4 @@
-//! Whole MoE blocks on the CPU against the reference: bf16 within the bound of each element,
+//! Whole MoE blocks on the CPU against the reference: bf16 and fp8 within the bound of each element,
 //! int8 to the bit, on every instruction set of the processor.
 
 use asym_gemm::cpu::{CpuError, Engine};
@@ -11,7 +11,7 @@ use asym_gemm::moe::{Backend, BlockParts, ExpertBank, MoeBlock, MoeError};
 use asym_gemm_testkit::compare::{Bound, Output, bits_equal, check_close};
 use asym_gemm_testkit::generate::{Pattern, RoutingCase, RoutingKind, matrix, row_counts};
 use asym_gemm_testkit::reference::{self, Expected, ExpertWeights};
-use asym_gemm_tests::{FORMATS, Source, bank, engines};
+use asym_gemm_tests::{FORMATS, Source, bank, engines, is_exact};
 
 const CLAMPED: Activation = Activation::ClampedSwiGlu {
     limit: 7.0,
@@ -80,6 +80,7 @@ impl Model {
         };
         match format {
             WeightFormat::Bf16 => Want::Near(block.bf16(x, case)),
+            WeightFormat::Fp8Block128 => Want::Near(block.fp8(x, case)),
             _ => Want::Bits(block.int8(format, x, case)),
         }
     }
@@ -326,7 +327,7 @@ fn batches_do_not_matter() {
                     };
                     parts.extend(run(&mut block, x, &part));
                 }
-                if format == WeightFormat::Bf16 {
+                if !is_exact(format) {
                     let want = Expected::from_values(hidden, &all);
                     check_close("parts", &parts, &want, Bound::relative(1e-2)).unwrap();
                 } else {

@@ -6,7 +6,7 @@ use asym_gemm::formats::WeightFormat;
 use asym_gemm::moe::{Backend, MoeBlock};
 use asym_gemm_testkit::compare::{Bound, bits_equal, check_close};
 use asym_gemm_testkit::reference::Expected;
-use asym_gemm_tests::{FORMATS, engines, fixture};
+use asym_gemm_tests::{FORMATS, engines, fixture, is_exact};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const TOKENS: usize = 19;
@@ -53,7 +53,9 @@ impl Fixture {
     fn check(&self, format: WeightFormat, got: &[f32]) {
         let (element, frobenius) = match format {
             WeightFormat::Bf16 => (0.012, 0.012),
-            WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => (0.2, 0.08),
+            WeightFormat::Int8PerRow | WeightFormat::Int8Block128 | WeightFormat::Fp8Block128 => {
+                (0.2, 0.08)
+            }
         };
         let want = Expected::from_values(self.layer.spec.hidden, &self.values("output"));
         check_close(self.name, got, &want, Bound::relative(element))
@@ -120,7 +122,7 @@ fn outputs_are_the_models_in_every_format_and_isa() {
                 })
                 .collect();
             // int8 is defined to the bit.
-            if format != WeightFormat::Bf16 {
+            if is_exact(format) {
                 for other in &outputs[1..] {
                     bits_equal("ISAs", other, &outputs[0], fixture.layer.spec.hidden).unwrap();
                 }

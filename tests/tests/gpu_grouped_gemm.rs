@@ -15,7 +15,7 @@ use asym_gemm_testkit::generate::{
 };
 use asym_gemm_testkit::reference::{Group, Operand, QuantisedMatrix, grouped_gemm, int8_gemm};
 use asym_gemm_testkit::skip;
-use asym_gemm_tests::{FORMATS, gpu};
+use asym_gemm_tests::{GPU_FORMATS, gpu};
 use half::bf16;
 
 const TRANSFERS: [Transfer; 3] = [Transfer::Staged, Transfer::Direct, Transfer::Resident];
@@ -261,7 +261,7 @@ fn every_row_count() {
     };
     let all: Vec<usize> = row_counts().collect();
     let small: Vec<usize> = all.iter().copied().filter(|&c| c <= 64).collect();
-    for format in FORMATS {
+    for format in GPU_FORMATS {
         // Up to 64 rows the 64-row tile is chosen, else the 128-row one.
         for counts in [&small, &all] {
             let case = Case::new(format, counts, 264, 144, 1);
@@ -288,7 +288,7 @@ fn odd_shapes() {
         Err(reason) => skip!(gpu, "{reason}"),
     };
     let more = [(7168, 33), (1152, 320), (16, 1), (2048, 129)];
-    for format in FORMATS {
+    for format in GPU_FORMATS {
         for &(k, n) in gemm_shapes().iter().chain(&more) {
             if (k * format.element_bytes()) % 16 != 0 {
                 continue;
@@ -340,7 +340,7 @@ fn padding_does_not_matter() {
         Ok(gpu) => gpu,
         Err(reason) => skip!(gpu, "{reason}"),
     };
-    for format in FORMATS {
+    for format in GPU_FORMATS {
         let mut case = Case::new(format, &[5, 0, 70, 1], 136, 256, 3);
         case.fill_gaps(0.0);
         let clean = case.run(&gpu, false, Transfer::Resident, RING);
@@ -360,7 +360,7 @@ fn transfers_agree_to_the_bit() {
         Ok(gpu) => gpu,
         Err(reason) => skip!(gpu, "{reason}"),
     };
-    for format in FORMATS {
+    for format in GPU_FORMATS {
         for counts in [&[40, 0, 0, 3, 64][..], &[200, 1, 0, 129, 64]] {
             let case = Case::new(format, counts, 1032, 512, 1);
             let want = case.run(&gpu, true, Transfer::Resident, RING);
@@ -386,7 +386,7 @@ fn skewed_groups() {
         Ok(gpu) => gpu,
         Err(reason) => skip!(gpu, "{reason}"),
     };
-    for format in FORMATS {
+    for format in GPU_FORMATS {
         let mut counts = vec![0; 384];
         counts[383] = 300;
         for counts in [&counts[..], &[0, 0, 0], &[1; 384]] {

@@ -5,6 +5,7 @@ use asym_gemm::cpu::Engine;
 use asym_gemm::driver::Gpu;
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::formats::activation::Activation;
+use asym_gemm::formats::bank::BankGeometry;
 use asym_gemm::moe::routing::{Router, Routing, Scoring};
 use asym_gemm::moe::{Backend, BlockParts, ExpertBank, MoeBlock, MoeError};
 use asym_gemm::transfer::Transfer;
@@ -14,7 +15,7 @@ use asym_gemm_testkit::generate::{
 };
 use asym_gemm_testkit::reference::{self, ExpertWeights, SharedExpert};
 use asym_gemm_testkit::skip;
-use asym_gemm_tests::{FORMATS, Source, geometry, gpu};
+use asym_gemm_tests::{GPU_FORMATS, Source, geometry, gpu};
 
 const TRANSFERS: [Transfer; 3] = [Transfer::Staged, Transfer::Direct, Transfer::Resident];
 const RING: usize = 48 << 20;
@@ -156,7 +157,7 @@ fn every_row_count() {
             ids,
         };
         let x = input(tokens, 72);
-        for format in FORMATS {
+        for format in GPU_FORMATS {
             let mut block = model.block(&gpu, format, Transfer::Staged, RING);
             for backend in [Backend::Gpu, Backend::Both] {
                 model.check("row counts", &mut block, format, &case, &x, backend);
@@ -175,7 +176,7 @@ fn every_routing_and_transfer() {
     let mut model = Model::new(12, (192, 160), true).with_shared(96);
     for activation in [Activation::SwiGlu, CLAMPED] {
         model.activation = activation;
-        for format in FORMATS {
+        for format in GPU_FORMATS {
             for transfer in TRANSFERS {
                 let mut block = model.block(&gpu, format, transfer, RING);
                 for kind in RoutingKind::ALL {
@@ -214,7 +215,7 @@ fn odd_shapes_and_a_small_ring() {
         let model = Model::new(5, shape, false);
         let case = RoutingCase::new(RoutingKind::Uniform, 1, 37, 2, 5);
         let x = input(37, shape.0);
-        for format in FORMATS {
+        for format in GPU_FORMATS {
             let expert_bytes = geometry(format, &model.experts).expert_bytes();
             for ring in [3 * expert_bytes, RING] {
                 let mut block = model.block(&gpu, format, Transfer::Staged, ring);
@@ -242,7 +243,7 @@ fn many_experts_and_no_tokens() {
         let model = Model::new(experts, (64, 64), false);
         let case = RoutingCase::new(RoutingKind::Uniform, 2, tokens, top_k, experts);
         let x = input(tokens, 64);
-        for format in FORMATS {
+        for format in GPU_FORMATS {
             let mut block = model.block(&gpu, format, Transfer::Staged, RING);
             let name = format!("E={experts} k={top_k} T={tokens}");
             let first = model.check(&name, &mut block, format, &case, &x, Backend::Gpu);
@@ -270,7 +271,7 @@ fn tokens_are_independent() {
     let model = Model::new(4, (hidden, 200), false);
     let case = RoutingCase::new(RoutingKind::Uniform, 4, 40, 2, 4);
     let mut x = input(40, hidden);
-    for format in FORMATS {
+    for format in GPU_FORMATS {
         let mut block = model.block(&gpu, format, Transfer::Resident, RING);
         let whole = block
             .forward_routed(&x, &routing(&case), Backend::Gpu)
@@ -364,6 +365,17 @@ fn what_cannot_be_done_is_an_error() {
         block.forward(&[0.0; 64], Backend::Gpu),
         Err(MoeError::Backend { backend: "gpu", .. })
     ));
+    let fp8 = BankGeometry {
+        format: WeightFormat::Fp8Block128,
+        ..geometry
+    };
+    let pinned = ExpertBank::pinned(&gpu, fp8, |e| Source(&model.experts[e]), || {}).unwrap();
+    let mut block = MoeBlock::from_parts(parts(pinned), engine()).unwrap();
+    let error = block.attach_gpu(&gpu, Transfer::Auto, None).unwrap_err();
+    assert!(
+        error.to_string().contains("fp8") && error.to_string().contains("cpu"),
+        "{error}"
+    );
     let pinned = ExpertBank::pinned(&gpu, geometry, |e| Source(&model.experts[e]), || {}).unwrap();
     let mut block = MoeBlock::from_parts(parts(pinned), engine()).unwrap();
     assert!(matches!(

@@ -21,22 +21,25 @@
 //! floating-point unit.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
-use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
+use asym_gemm_formats::e4m3;
 
-use super::{Body, Dot, Lanes};
+use super::by_rows::ByRows;
+use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx512Bf16, Avx512Vnni};
+use crate::tile::{Lanes, Tile};
+use crate::vector::Avx512Vector;
 
 /// Accumulators of a block: half of the register file, so that operands fit beside them.
 const ACCUMULATORS: usize = 16;
-/// Bytes that lie between a load of weights and its prefetch: four units.
-const PREFETCH_BYTES: usize = 4 * UNIT_BYTES;
 
 /// Runs `body` compiled for AVX-512 with VNNI.
 pub(super) fn run_vnni<B: Body>(token: Avx512Vnni, body: B) {
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     fn inner<B: Body>(token: Avx512Vnni, body: B) {
-        body.run(token);
+        body.run(ByRows(token));
     }
     // SAFETY: the token exists, so the features were detected.
     unsafe { inner(token, body) }
@@ -46,7 +49,7 @@ pub(super) fn run_vnni<B: Body>(token: Avx512Vnni, body: B) {
 pub(super) fn run_bf16<B: Body>(token: Avx512Bf16, body: B) {
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512bf16")]
     fn inner<B: Body>(token: Avx512Bf16, body: B) {
-        body.run(token);
+        body.run(ByRows(token));
     }
     // SAFETY: the token exists, so the features were detected.
     unsafe { inner(token, body) }
@@ -54,40 +57,88 @@ pub(super) fn run_bf16<B: Body>(token: Avx512Bf16, body: B) {
 
 impl Dot for Avx512Vnni {
     #[inline(always)]
-    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], sums: [i32; T]) -> [Lanes<i32>; T] {
+    fn s8<const T: usize>(
+        self,
+        panel: Panel<'_>,
+        x: [&[u8]; T],
+        sums: [i32; T],
+    ) -> [Lanes<i32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe { s8(panel, x, sums) }
     }
 
     #[inline(always)]
-    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe { bf16_fma(panel, x) }
+    }
+
+    #[inline(always)]
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_e4m3(panel, out) }
+    }
+
+    #[inline(always)]
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { transpose(tile, out) }
+    }
+
+    type Vector = Avx512Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.into()
     }
 }
 
 impl Dot for Avx512Bf16 {
     #[inline(always)]
-    fn s8<const T: usize>(self, panel: &[u8], x: [&[i8]; T], sums: [i32; T]) -> [Lanes<i32>; T] {
+    fn s8<const T: usize>(
+        self,
+        panel: Panel<'_>,
+        x: [&[u8]; T],
+        sums: [i32; T],
+    ) -> [Lanes<i32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe { s8(panel, x, sums) }
     }
 
     #[inline(always)]
-    fn bf16<const T: usize>(self, panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+    fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe { bf16_dot(panel, x) }
+    }
+
+    #[inline(always)]
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_e4m3(panel, out) }
+    }
+
+    #[inline(always)]
+    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { transpose(tile, out) }
+    }
+
+    type Vector = Avx512Vector;
+
+    #[inline(always)]
+    fn vector(self) -> Self::Vector {
+        self.into()
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 #[inline]
-fn s8<const T: usize>(panel: &[u8], x: [&[i8]; T], sums: [i32; T]) -> [Lanes<i32>; T] {
+fn s8<const T: usize>(panel: Panel<'_>, x: [&[u8]; T], sums: [i32; T]) -> [Lanes<i32>; T] {
     let flip = _mm512_set1_epi8(i8::MIN);
     let x = x.map(|x| {
         assert_eq!(
             x.len(),
-            panel.len() / PANEL_ROWS,
+            panel.units() * UNIT_ROW_BYTES,
             "as many units as activations"
         );
         x.as_ptr().cast()
@@ -105,14 +156,14 @@ fn s8<const T: usize>(panel: &[u8], x: [&[i8]; T], sums: [i32; T]) -> [Lanes<i32
             }
         }
     };
-    // SAFETY: each x[t] points to panel.len() / 16 bytes, asserted above.
+    // SAFETY: each x[t] points to the panel's units, asserted above.
     unsafe { panel_blocks(panel, x, step, add, &mut block) };
     out
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 #[inline]
-fn bf16_dot<const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+fn bf16_dot<const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
     bf16(panel, x, |acc, w, x| {
         _mm512_castps_si512(_mm512_dpbf16_ps(
             _mm512_castsi512_ps(acc),
@@ -122,9 +173,65 @@ fn bf16_dot<const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
     })
 }
 
+/// 32 codes at a time, as words. A normal value is its code moved up by 4, the exponent's bias added
+/// and the sign in its place. Codes 0 to 7 (subnormal) and 0x7f (NaN) are off by a difference that
+/// a table holds; it never reaches the sign.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn bf16_fma<const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
+pub(super) fn expand_e4m3<'e>(
+    panel: Panel<'_>,
+    out: &'e mut MaybeUninit<Expanded>,
+) -> &'e Expanded {
+    /// What the formula lacks, at the code + 1 (mod 128): NaN, then the subnormal codes.
+    const MISSING: [u16; 32] = {
+        let mut table = [0; 32];
+        let mut i = 0;
+        while i < 9 {
+            let code = if i == 0 { 0x7f } else { i - 1 };
+            let formula = (code << 4) + BIAS;
+            table[i as usize] = e4m3::to_bf16(code as u8).wrapping_sub(formula);
+            i += 1;
+        }
+        table
+    };
+    /// 127 - 7 in the exponent's place.
+    const BIAS: u16 = 0x3c00;
+    let word = |w: u16| _mm512_set1_epi16(w as i16);
+    // SAFETY: 64 bytes; the load needs no alignment.
+    let missing = unsafe { _mm512_loadu_si512(MISSING.as_ptr().cast()) };
+    for r in 0..PANEL_ROWS {
+        let row = panel.row(0, r);
+        for line in row.iter().step_by(64) {
+            // May lie past the end; a prefetch never faults.
+            let ahead = (&raw const *line).wrapping_add(panel.prefetch());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+        }
+        for (quarter, codes) in row.as_chunks::<32>().0.iter().enumerate() {
+            // SAFETY: 32 bytes; the load needs no alignment.
+            let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
+            // The sign fills the upper half of a word.
+            let v = _mm512_cvtepi8_epi16(codes);
+            let shifted = _mm512_and_si512(_mm512_slli_epi16::<4>(v), word(0x87f0));
+            let next = _mm512_and_si512(_mm512_add_epi16(v, word(1)), word(0x7f));
+            let special = _mm512_cmple_epu16_mask(next, word(8));
+            let normal = _mm512_add_epi16(shifted, word(BIAS));
+            let bf16 = _mm512_mask_add_epi16(
+                normal,
+                special,
+                normal,
+                _mm512_permutexvar_epi16(next, missing),
+            );
+            // SAFETY: a line is 64 bytes and aligned to as many.
+            unsafe { _mm512_store_si512(Expanded::line(out, r, quarter).cast(), bf16) };
+        }
+    }
+    // SAFETY: the four lines of all rows are written.
+    unsafe { out.assume_init_ref() }
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn bf16_fma<const T: usize>(panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
     let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
     let even = |v| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(v));
     let odd = |v| _mm512_castsi512_ps(_mm512_and_si512(v, upper));
@@ -138,14 +245,14 @@ fn bf16_fma<const T: usize>(panel: &[u8], x: [&[u16]; T]) -> [Lanes<f32>; T] {
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn bf16<const T: usize>(
-    panel: &[u8],
-    x: [&[u16]; T],
+    panel: Panel<'_>,
+    x: [&[u8]; T],
     step: impl Fn(__m512i, __m512i, __m512i) -> __m512i,
 ) -> [Lanes<f32>; T] {
     let x = x.map(|x| {
         assert_eq!(
-            x.len() * 2,
-            panel.len() / PANEL_ROWS,
+            x.len(),
+            panel.units() * UNIT_ROW_BYTES,
             "as many units as activations"
         );
         x.as_ptr().cast()
@@ -165,7 +272,7 @@ fn bf16<const T: usize>(
             out[first..first + rows].copy_from_slice(lanes);
         }
     };
-    // SAFETY: each x[t] points to panel.len() / 16 bytes, asserted above.
+    // SAFETY: each x[t] points to the panel's units, asserted above.
     unsafe { panel_blocks(panel, x, step, add, &mut block) };
     out
 }
@@ -174,18 +281,17 @@ fn bf16<const T: usize>(
 /// `first..first + rows`: lane `t * rows + r` is token t, row `first + r`.
 ///
 /// # Safety
-/// Each `x[t]` must be readable for `panel.len() / 16` bytes.
+/// Each `x[t]` must be readable for the 128 bytes of each of the panel's units.
 #[target_feature(enable = "avx512f")]
 #[inline]
 unsafe fn panel_blocks<const T: usize>(
-    panel: &[u8],
+    panel: Panel<'_>,
     x: [*const u8; T],
     step: impl Fn(__m512i, __m512i, __m512i) -> __m512i,
     add: impl Fn(__m512i, __m512i) -> __m512i,
     block: &mut impl FnMut(usize, usize, __m512i),
 ) {
-    assert_eq!(panel.len() % UNIT_BYTES, 0, "whole units");
-    // SAFETY: passed on from the caller; `panel` is whole units, asserted above.
+    // SAFETY: passed on from the caller.
     unsafe {
         match T {
             1 => row_blocks::<16, T>(panel, x, step, add, block),
@@ -199,33 +305,35 @@ unsafe fn panel_blocks<const T: usize>(
 /// [`panel_blocks`] with `R * T` = 16 accumulators.
 ///
 /// # Safety
-/// Each `x[t]` must be readable for `panel.len() / 16` bytes; `panel` must be whole units.
+/// Each `x[t]` must be readable for `panel.len() / 16` bytes.
 #[target_feature(enable = "avx512f")]
 #[inline]
 unsafe fn row_blocks<const R: usize, const T: usize>(
-    panel: &[u8],
+    panel: Panel<'_>,
     x: [*const u8; T],
     step: impl Fn(__m512i, __m512i, __m512i) -> __m512i,
     add: impl Fn(__m512i, __m512i) -> __m512i,
     block: &mut impl FnMut(usize, usize, __m512i),
 ) {
     const REGISTER_BYTES: usize = 64;
-    let units = panel.len() / UNIT_BYTES;
+    let base = panel.as_ptr();
     for first in (0..PANEL_ROWS).step_by(R) {
         let mut acc = [_mm512_setzero_si512(); ACCUMULATORS];
-        for unit in 0..units {
+        for unit in 0..panel.units() {
             for half in (0..UNIT_ROW_BYTES).step_by(REGISTER_BYTES) {
-                // SAFETY: unit * 128 + half + 64 <= units * 128 = panel.len() / 16.
+                // SAFETY: inside the 128 bytes of unit `unit`.
                 let x = x.map(|x| unsafe {
                     _mm512_loadu_si512(x.add(unit * UNIT_ROW_BYTES + half).cast())
                 });
                 for r in 0..R {
-                    let offset = unit * UNIT_BYTES + (first + r) * UNIT_ROW_BYTES + half;
-                    // Past the panel lies the next one, and a prefetch never faults.
-                    let ahead = panel.as_ptr().wrapping_add(offset + PREFETCH_BYTES);
+                    let offset =
+                        unit * panel.unit_stride() + (first + r) * panel.row_stride() + half;
+                    // May lie past the end; a prefetch never faults.
+                    let ahead = base.wrapping_add(offset + panel.prefetch());
                     _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                    // SAFETY: first + r < 16, so the 64 bytes end within unit `unit`.
-                    let w = unsafe { _mm512_loadu_si512(panel.as_ptr().add(offset).cast()) };
+                    // SAFETY: first + r < 16, so the 64 bytes lie in unit `unit`, all of whose
+                    // rows the constructors of `Panel` checked.
+                    let w = unsafe { _mm512_loadu_si512(base.add(offset).cast()) };
                     for t in 0..T {
                         acc[t * R + r] = step(acc[t * R + r], w, x[t]);
                     }
@@ -269,4 +377,57 @@ fn reduce(acc: [__m512i; ACCUMULATORS], add: &impl Fn(__m512i, __m512i) -> __m51
 fn as_bf16(v: __m512i) -> __m512bh {
     // SAFETY: both are 64 bytes in which every pattern is valid.
     unsafe { std::mem::transmute(v) }
+}
+
+/// Rows become columns: 4 x 4 blocks inside quarters, then the quarters themselves.
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(super) fn transpose(tile: &Tile<u32>, out: &mut Tile<u32>) {
+    let row = |r: usize| {
+        // SAFETY: a row of a tile is 64 bytes, aligned to as many.
+        unsafe { _mm512_load_si512(tile.0[r].as_ptr().cast()) }
+    };
+    // After this, register 4g + c holds in quarter q the column 4q + c of rows 4g..4g + 4.
+    let mut blocks = [_mm512_setzero_si512(); PANEL_ROWS];
+    for g in 0..4 {
+        let (a, b) = (row(4 * g), row(4 * g + 1));
+        let (c, d) = (row(4 * g + 2), row(4 * g + 3));
+        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        blocks[4 * g] = _mm512_unpacklo_epi64(ab_low, cd_low);
+        blocks[4 * g + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+        blocks[4 * g + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+        blocks[4 * g + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+    }
+    for c in 0..4 {
+        let (rows_0, rows_4) = (blocks[c], blocks[4 + c]);
+        let (rows_8, rows_12) = (blocks[8 + c], blocks[12 + c]);
+        // Quarters 0 and 2, then 1 and 3, of two registers each.
+        let even_low = _mm512_shuffle_i32x4::<0b10_00_10_00>(rows_0, rows_4);
+        let even_high = _mm512_shuffle_i32x4::<0b10_00_10_00>(rows_8, rows_12);
+        let odd_low = _mm512_shuffle_i32x4::<0b11_01_11_01>(rows_0, rows_4);
+        let odd_high = _mm512_shuffle_i32x4::<0b11_01_11_01>(rows_8, rows_12);
+        let columns = [
+            (
+                c,
+                _mm512_shuffle_i32x4::<0b10_00_10_00>(even_low, even_high),
+            ),
+            (
+                4 + c,
+                _mm512_shuffle_i32x4::<0b10_00_10_00>(odd_low, odd_high),
+            ),
+            (
+                8 + c,
+                _mm512_shuffle_i32x4::<0b11_01_11_01>(even_low, even_high),
+            ),
+            (
+                12 + c,
+                _mm512_shuffle_i32x4::<0b11_01_11_01>(odd_low, odd_high),
+            ),
+        ];
+        for (column, values) in columns {
+            // SAFETY: a row of a tile is 64 bytes, aligned to as many.
+            unsafe { _mm512_store_si512(out.0[column].as_mut_ptr().cast(), values) };
+        }
+    }
 }

@@ -1,6 +1,8 @@
 //! Seeded inputs, an independent reference of the expert feed-forward, and comparison.
 #![allow(dead_code, reason = "each test program uses a part")]
 
+use std::sync::OnceLock;
+
 use asym_gemm_cpu::{BankRef, CpuError, Engine, ExpertSource, Features, pack_expert};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
@@ -9,10 +11,11 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-pub(crate) const FORMATS: [WeightFormat; 3] = [
+pub(crate) const FORMATS: [WeightFormat; 4] = [
     WeightFormat::Bf16,
     WeightFormat::Int8PerRow,
     WeightFormat::Int8Block128,
+    WeightFormat::Fp8Block128,
 ];
 pub(crate) const CLAMPED: Activation = Activation::ClampedSwiGlu {
     limit: 7.0,
@@ -21,24 +24,39 @@ pub(crate) const CLAMPED: Activation = Activation::ClampedSwiGlu {
 
 /// Every kernel that this processor can run, each once.
 pub(crate) fn engines() -> Vec<Engine> {
-    let vnni = Features::AVX512F
+    let avx2 = Features::AVX2;
+    let avx512 = Features::AVX512F
         .and(Features::AVX512BW)
         .and(Features::AVX512VNNI);
-    let mut engines: Vec<Engine> = Vec::new();
-    for mask in [Features::NONE, vnni, vnni.and(Features::AVX512BF16)] {
-        let engine = Engine::with_features(mask);
-        let name = |e: &Engine| e.kernel_name(WeightFormat::Bf16);
-        if engines.iter().all(|e| name(e) != name(&engine)) {
+    let masks = [
+        Features::NONE,
+        avx2,
+        avx2.and(Features::AVXVNNI),
+        avx512,
+        avx512.and(Features::AVX512BF16),
+        Features::ALL,
+    ];
+    let mut engines = vec![Engine::emulating_amx().unwrap()];
+    for mask in masks {
+        let engine = Engine::with_features(mask).unwrap();
+        let names = |e: &Engine| FORMATS.map(|format| e.kernel_name(format));
+        if engines.iter().all(|e| names(e) != names(&engine)) {
             engines.push(engine);
         }
     }
-    if engines.len() < 3 {
+    if engines.len() <= masks.len() {
         println!(
-            "skipped: this processor runs {} of 3 kernels",
-            engines.len()
+            "skipped: this processor runs {} of {} kernels",
+            engines.len() - 1,
+            masks.len()
         );
     }
     engines
+}
+
+/// Whether a kernel adds bf16 products in the order of the portable one.
+pub(crate) fn has_portable_order(kernel: &str) -> bool {
+    !kernel.starts_with("amx") && !kernel.contains("_dot_")
 }
 
 pub(crate) fn rng(seed: u64) -> ChaCha8Rng {
@@ -56,6 +74,8 @@ pub(crate) struct Expert {
     pub(crate) geometry: BankGeometry,
     pub(crate) weights: [Vec<f32>; 3],
     pub(crate) bias: [Vec<f32>; 3],
+    /// What the float formats store, computed at the first use.
+    stored: OnceLock<[Vec<f64>; 3]>,
 }
 
 impl Expert {
@@ -74,6 +94,7 @@ impl Expert {
                 uniform(rng, i, 0.5),
                 uniform(rng, h, 0.5),
             ],
+            stored: OnceLock::new(),
         }
     }
 
@@ -229,22 +250,58 @@ fn round_bf16(x: f32) -> f64 {
     f64::from(bf16::from_f32(x).to_f32())
 }
 
+/// `x` rounded to e4m3, by the definition of the format.
+fn round_e4m3(x: f32) -> f64 {
+    let x = f64::from(x);
+    // Spacing 2^-3 relative, 2^-9 below the smallest normal value 2^-6.
+    let exponent = x.abs().log2().floor().max(-6.0);
+    let step = 2f64.powf(exponent - 3.0);
+    (x / step)
+        .round_ties_even()
+        .clamp(-448.0 / step, 448.0 / step)
+        * step
+}
+
+/// A projection's weights as the float formats store them.
+fn stored(e: &Expert, p: usize) -> Vec<f64> {
+    let (weights, k) = (&e.weights[p], e.k(p));
+    if e.geometry.format == WeightFormat::Bf16 {
+        return weights.iter().map(|&w| round_bf16(w)).collect();
+    }
+    let blocks = k.div_ceil(128);
+    let block = |i: usize| i / k / 128 * blocks + i % k / 128;
+    let mut amax = vec![0f32; (weights.len() / k).div_ceil(128) * blocks];
+    for (i, w) in weights.iter().enumerate() {
+        amax[block(i)] = amax[block(i)].max(w.abs());
+    }
+    let value = |(i, w): (usize, &f32)| {
+        let scale = (amax[block(i)] / 448.0).max(1e-12);
+        round_e4m3(w * (1.0 / scale)) * f64::from(scale)
+    };
+    weights.iter().enumerate().map(value).collect()
+}
+
 /// (K/16 + 2) 2^-22: what f32 sums of K bf16 products may be off, by the sum of magnitudes.
 pub(crate) fn sum_bound(k: usize, magnitudes: f64) -> f64 {
     (k as f64 / 16.0 + 2.0) * 2f64.powi(-22) * magnitudes
 }
 
-/// The bf16 feed-forward of one token in f64 over rounded operands; the second value bounds the
-/// error of each element: that of down's sum, and |w| times what h may be off.
-fn ffn_bf16(e: &Expert, activation: Activation, x: &[f32]) -> (Vec<f64>, Vec<f64>) {
+/// The bf16 or fp8 feed-forward of one token in f64 over rounded operands; the second value bounds
+/// the error of each element: that of down's sum, and |w| times what h may be off.
+///
+/// fp8 has the bound of the bf16 sums: the scales are applied to sums of 128 by fused multiply-adds,
+/// each one rounding, which is less than the bound allows for 128 products.
+fn ffn_float(e: &Expert, activation: Activation, x: &[f32]) -> (Vec<f64>, Vec<f64>) {
+    let weights = e.stored.get_or_init(|| [0, 1, 2].map(|p| stored(e, p)));
+    let row = |p: usize, n: usize| &weights[p][n * e.k(p)..][..e.k(p)];
     let x: Vec<f64> = x.iter().map(|&x| round_bf16(x)).collect();
-    let project = |p: usize, row: usize| {
+    let project = |p: usize, n: usize| {
         let (mut sum, mut magnitude) = (0f64, 0f64);
-        for (x, &w) in x.iter().zip(e.row(p, row)) {
-            sum += x * round_bf16(w);
-            magnitude += (x * round_bf16(w)).abs();
+        for (x, w) in x.iter().zip(row(p, n)) {
+            sum += x * w;
+            magnitude += (x * w).abs();
         }
-        let bias = f64::from(e.bias(p, row).unwrap_or(0.0));
+        let bias = f64::from(e.bias(p, n).unwrap_or(0.0));
         (sum + bias, sum_bound(x.len(), magnitude + bias.abs()))
     };
     // The slope of either activation in gate and in up is at most 1.1 times the other plus 1.
@@ -259,15 +316,14 @@ fn ffn_bf16(e: &Expert, activation: Activation, x: &[f32]) -> (Vec<f64>, Vec<f64
         .collect();
     let mut y = Vec::new();
     let mut bound = Vec::new();
-    for row in 0..e.geometry.hidden {
+    for n in 0..e.geometry.hidden {
         let (mut sum, mut magnitude, mut off) = (0f64, 0f64, 0f64);
-        for ((h, h_off), &w) in h.iter().zip(e.row(2, row)) {
-            let w = round_bf16(w);
+        for ((h, h_off), w) in h.iter().zip(row(2, n)) {
             sum += h * w;
             magnitude += (h * w).abs();
             off += w.abs() * h_off;
         }
-        let bias = f64::from(e.bias(2, row).unwrap_or(0.0));
+        let bias = f64::from(e.bias(2, n).unwrap_or(0.0));
         y.push(sum + bias);
         bound.push(off + sum_bound(h.len(), magnitude + bias.abs()));
     }
@@ -285,11 +341,11 @@ fn activate_f64(activation: Activation, g: f64, u: f64) -> f64 {
     }
 }
 
-/// Compares one row of y with the reference: bit for bit for int8, within the bound for bf16.
+/// Compares one row of y with the reference: bit for bit for int8, within the bound for bf16 and fp8.
 pub(crate) fn check_row(what: &str, e: &Expert, activation: Activation, x: &[f32], y: &[f32]) {
     match e.geometry.format {
-        WeightFormat::Bf16 => {
-            let (want, bound) = ffn_bf16(e, activation, x);
+        WeightFormat::Bf16 | WeightFormat::Fp8Block128 => {
+            let (want, bound) = ffn_float(e, activation, x);
             for (i, &got) in y.iter().enumerate() {
                 let error = (f64::from(got) - want[i]).abs();
                 assert!(

@@ -5,11 +5,12 @@ use asym_gemm::formats::WeightFormat;
 /// Largest element error allowed, as a share of |expected| + the row's RMS.
 ///
 /// bf16 rounds weights, x and h once each (plain bf16 arithmetic on the reference models:
-/// up to 0.0074); int8 has 1/254 of a row's largest value a code (up to 0.13).
+/// up to 0.0074); int8 has 1/254 of a row's largest value a code (up to 0.13); fp8 weights have
+/// 1/16 of their own value at most.
 fn element_limit(format: WeightFormat) -> f64 {
     match format {
         WeightFormat::Bf16 => 0.012,
-        WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => 0.2,
+        WeightFormat::Int8PerRow | WeightFormat::Int8Block128 | WeightFormat::Fp8Block128 => 0.2,
     }
 }
 
@@ -17,7 +18,7 @@ fn element_limit(format: WeightFormat) -> f64 {
 fn frobenius_limit(format: WeightFormat) -> f64 {
     match format {
         WeightFormat::Bf16 => 0.012,
-        WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => 0.08,
+        WeightFormat::Int8PerRow | WeightFormat::Int8Block128 | WeightFormat::Fp8Block128 => 0.08,
     }
 }
 

@@ -80,7 +80,11 @@ pub(super) fn run(
     let gpu_reason = load::gpu_reason();
     let limits = Limits::measure()?;
     let mut lines = Vec::new();
-    for format in [WeightFormat::Bf16, WeightFormat::Int8PerRow] {
+    for format in [
+        WeightFormat::Bf16,
+        WeightFormat::Int8PerRow,
+        WeightFormat::Fp8Block128,
+    ] {
         run_format(&layer, format, &x, &expected, &limits, &mut lines)?;
     }
     let passed = lines.iter().all(|line| line.comparison.passed);
@@ -151,7 +155,8 @@ fn run_format(
     limits: &Limits,
     lines: &mut Vec<Line>,
 ) -> Result<(), Failure> {
-    let backends = present_backends();
+    let mut backends = present_backends();
+    backends.retain(|backend| backend.supports(format));
     let transfers: &[(TransferArgument, &str)] = match backends.len() {
         1 => &[(TransferArgument::Auto, "")],
         _ => &[

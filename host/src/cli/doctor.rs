@@ -3,6 +3,7 @@
 use super::{Failure, Outcome, load};
 use asym_gemm::cpu::{Engine, ISA_VARIABLE, Isa};
 use asym_gemm::formats::WeightFormat;
+use asym_gemm::moe::Backend;
 use asym_gemm::system::{AmxPermission, System, amx_permission, dram_read_rate};
 use std::fmt::{self, Write};
 
@@ -104,7 +105,7 @@ fn isa_reason(engine: &Engine, forced: bool) -> String {
         return format!("forced by {ISA_VARIABLE}");
     }
     match engine.isa() {
-        Isa::Portable => "the CPU or the system lacks AVX-512 with VNNI and BF16".into(),
+        Isa::Portable => "the CPU or the system lacks AVX2 with FMA".into(),
         isa => format!(
             "best of what CPU and system grant: {}",
             names(&Engine::available(), isa)
@@ -196,12 +197,14 @@ fn kernels(engine: &Engine, unusable: Option<&str>) -> Vec<KernelChoice> {
         WeightFormat::Bf16,
         WeightFormat::Int8PerRow,
         WeightFormat::Int8Block128,
+        WeightFormat::Fp8Block128,
     ]
     .into_iter()
     .map(|format| KernelChoice {
         format: format.name(),
         cpu: engine.kernel_name(format),
         gpu: match unusable {
+            _ if !Backend::Gpu.supports(format) => Err("fp8 experts run on the CPU".to_owned()),
             Some(reason) => Err(reason.to_owned()),
             None => Ok(gpu_kernels(format)),
         },
@@ -219,6 +222,7 @@ fn gpu_kernels(format: WeightFormat) -> Vec<GpuKernel> {
             (Operands::Int8Slices, "down"),
         ],
         WeightFormat::Int8Block128 => &[(Operands::Int8Blocks, "gate, up and down")],
+        WeightFormat::Fp8Block128 => &[],
     };
     let mut kernels = Vec::new();
     for &(operands, product) in operands {

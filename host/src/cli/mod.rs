@@ -1,5 +1,6 @@
 //! The command line: arguments, set-up, exit status.
 
+mod bench_cpu;
 mod check;
 mod demo;
 mod doctor;
@@ -34,8 +35,18 @@ enum Command {
     Demo(demo::DemoArguments),
     /// Run one MoE layer of a checkpoint: router, experts, shared expert.
     Moe(moe::MoeArguments),
+    /// Compare kernels with this machine's ceilings.
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Show what this machine can do: CPU, memory, limits, GPUs, link, kernels.
     Doctor(doctor::DoctorArguments),
+}
+
+/// `bench`.
+#[derive(Debug, Subcommand)]
+enum BenchCommand {
+    /// The CPU kernels: ceilings first, then GEMM and expert layers, verified and timed.
+    Cpu(bench_cpu::BenchCpuArguments),
 }
 
 /// What a command found; errors are of the library or of the input.
@@ -58,6 +69,8 @@ enum FormatArgument {
     /// int8 with a scale for each row and 128 columns.
     #[value(name = "int8-block128")]
     Int8Block128,
+    /// fp8 (e4m3) with a scale for each 128 rows and 128 columns; CPU only.
+    Fp8,
 }
 
 impl From<FormatArgument> for WeightFormat {
@@ -66,6 +79,7 @@ impl From<FormatArgument> for WeightFormat {
             FormatArgument::Bf16 => Self::Bf16,
             FormatArgument::Int8 => Self::Int8PerRow,
             FormatArgument::Int8Block128 => Self::Int8Block128,
+            FormatArgument::Fp8 => Self::Fp8Block128,
         }
     }
 }
@@ -73,7 +87,7 @@ impl From<FormatArgument> for WeightFormat {
 /// `--backend`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum BackendArgument {
-    /// Both if there is a GPU with kernels for it, otherwise the CPU.
+    /// Both if there is a GPU with kernels for it and for the format, otherwise the CPU.
     Auto,
     /// The CPU only.
     Cpu,
@@ -138,6 +152,9 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
     let outcome = match &arguments.command {
         Command::Demo(a) => demo::run(a, arguments.json, &mut text),
         Command::Moe(a) => moe::run(a, arguments.json, &mut text),
+        Command::Bench(BenchCommand::Cpu(a)) => {
+            bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
+        }
         Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
     }?;
     // Not `print!`, which panics where nobody reads or the disk is full.

@@ -64,8 +64,8 @@ pub(super) fn run(
         BackendArgument::Gpu => Backend::Gpu,
         BackendArgument::Both => Backend::Both,
         BackendArgument::Auto => match load::gpu_reason() {
-            None => Backend::Both,
-            Some(_) => Backend::Cpu,
+            None if Backend::Both.supports(format) => Backend::Both,
+            _ => Backend::Cpu,
         },
     };
     if let Some(path) = &arguments.output {

@@ -27,6 +27,7 @@ impl From<WeightFormat> for MatrixFormat {
             WeightFormat::Bf16 => Self::Bf16,
             WeightFormat::Int8PerRow => Self::Int8PerRow,
             WeightFormat::Int8Block128 => Self::Int8Block128,
+            WeightFormat::Fp8Block128 => Self::Fp8Block128,
         }
     }
 }

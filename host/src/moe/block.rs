@@ -40,6 +40,16 @@ pub enum Backend {
     Both,
 }
 
+impl Backend {
+    /// Whether it has kernels for experts in `format`: fp8 runs on the CPU alone.
+    pub const fn supports(self, format: WeightFormat) -> bool {
+        match self {
+            Self::Cpu => true,
+            Self::Gpu | Self::Both => !matches!(format, WeightFormat::Fp8Block128),
+        }
+    }
+}
+
 impl std::fmt::Display for Backend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {

@@ -131,8 +131,8 @@ impl GpuExperts {
     /// [`ring_bytes_for`] an expert.
     ///
     /// # Errors
-    /// If the bank is not pinned, the ring is too small for an expert, memory is short, or
-    /// the GPU lacks the kernels.
+    /// If the bank's format has no GPU kernels, the bank is not pinned, the ring is too small for
+    /// an expert, memory is short, or the GPU lacks the kernels.
     pub fn new(
         gpu: &Gpu,
         bank: Arc<ExpertBank>,
@@ -140,6 +140,7 @@ impl GpuExperts {
         ring_bytes: Option<usize>,
     ) -> Result<Self, MoeError> {
         let geometry = bank.geometry();
+        let (pack, activate) = row_kernels(geometry.format)?;
         let ring_bytes = ring_bytes.unwrap_or_else(|| ring_bytes_for(geometry.expert_bytes()));
         let Some(host) = bank.device_address() else {
             return Err(MoeError::Backend {
@@ -184,11 +185,6 @@ impl GpuExperts {
             }
         };
         let module = gpu.module(FAMILY)?;
-        let (pack, activate) = match geometry.format {
-            WeightFormat::Bf16 => ("pack_rows_bf16", "activate_bf16"),
-            WeightFormat::Int8PerRow => ("pack_rows_s8_per_row", "activate_s8"),
-            WeightFormat::Int8Block128 => ("pack_rows_s8_blocks", "activate_s8"),
-        };
         Ok(Self {
             gpu: gpu.clone(),
             transfer,
@@ -430,7 +426,7 @@ impl GpuExperts {
             args.group_count = list.len() as u32;
             args.rows = rows.end;
         }
-        let [gate_up_operands, down_operands] = operands(geometry.format);
+        let [gate_up_operands, down_operands] = operands(geometry.format)?;
         let (clamped, limit, alpha) = match call.activation {
             Activation::SwiGlu => (0, 0.0, 0.0),
             Activation::ClampedSwiGlu { limit, alpha } => (1, limit, alpha),
@@ -493,12 +489,36 @@ struct Call {
     activation: Activation,
 }
 
-/// Operands of the gate-up product and of the down product.
-fn operands(format: WeightFormat) -> [Operands; 2] {
+/// Symbols of the kernels that pack rows of x and that activate.
+fn row_kernels(format: WeightFormat) -> Result<(&'static str, &'static str), MoeError> {
     match format {
-        WeightFormat::Bf16 => [Operands::Bf16; 2],
-        WeightFormat::Int8PerRow => [Operands::Int8PerRow, Operands::Int8Slices],
-        WeightFormat::Int8Block128 => [Operands::Int8Blocks; 2],
+        WeightFormat::Bf16 => Ok(("pack_rows_bf16", "activate_bf16")),
+        WeightFormat::Int8PerRow => Ok(("pack_rows_s8_per_row", "activate_s8")),
+        WeightFormat::Int8Block128 => Ok(("pack_rows_s8_blocks", "activate_s8")),
+        WeightFormat::Fp8Block128 => Err(no_kernels(format)),
+    }
+}
+
+/// Operands of the gate-up product and of the down product.
+fn operands(format: WeightFormat) -> Result<[Operands; 2], MoeError> {
+    match format {
+        WeightFormat::Bf16 => Ok([Operands::Bf16; 2]),
+        WeightFormat::Int8PerRow => Ok([Operands::Int8PerRow, Operands::Int8Slices]),
+        WeightFormat::Int8Block128 => Ok([Operands::Int8Blocks; 2]),
+        WeightFormat::Fp8Block128 => Err(no_kernels(format)),
+    }
+}
+
+/// The error for a format of which [`Backend::supports`](super::Backend::supports) says no.
+fn no_kernels(format: WeightFormat) -> MoeError {
+    MoeError::Backend {
+        backend: "gpu",
+        reason: format!(
+            "no GPU kernels for {format} experts; use the cpu back end, or experts in {}, {} or {}",
+            WeightFormat::Bf16,
+            WeightFormat::Int8PerRow,
+            WeightFormat::Int8Block128
+        ),
     }
 }
 
@@ -561,7 +581,8 @@ fn down_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs {
         d_stride: geometry.hidden as u64,
         a_scales: call.h_scales,
         b_scales: match geometry.format {
-            WeightFormat::Bf16 => ColumnTable::NONE,
+            // Of fp8 there is no product: `operands` refuses it.
+            WeightFormat::Bf16 | WeightFormat::Fp8Block128 => ColumnTable::NONE,
             WeightFormat::Int8PerRow => table(geometry.down_row_scales_offset(), 0),
             WeightFormat::Int8Block128 => {
                 table(geometry.down_block_scales_offset(), geometry.slice_bytes())

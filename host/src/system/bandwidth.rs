@@ -1,67 +1,28 @@
 //! Measuring how fast threads read main memory.
 
-use std::hint::black_box;
-use std::sync::Barrier;
-use std::thread;
-use std::time::Instant;
+use asym_gemm_cpu::HugeBuffer;
+use asym_gemm_cpu::pool::SpinPool;
+use asym_gemm_cpu::probe::dram;
 
-const PASSES: usize = 3;
+use super::Memory;
 
-/// Reads `bytes` of memory, divided among `threads`, and returns the best rate of three
-/// passes in GB/s (10^9 bytes a second).
+const ROUNDS: usize = 3;
+
+/// How fast `threads` read `bytes` of memory, in GB/s (10^9 bytes a second), as
+/// [`dram::read_rate`] measures it.
 ///
-/// `bytes` should be several times the last-level cache, or the cache is measured. Each
-/// thread reads memory that it touched first, so on a NUMA machine its own node's. `None`
-/// if the memory cannot be had or there is nothing to measure. Meaningful in optimised
+/// `bytes` should be several times the last-level cache, or the cache is measured. `None` if the
+/// memory or the threads cannot be had or there is nothing to measure. Meaningful in optimised
 /// builds only.
 pub fn dram_read_rate(threads: usize, bytes: usize) -> Option<f64> {
-    let words = bytes.checked_div(threads)? / size_of::<u64>();
-    if words == 0 {
+    let usable = Memory::read().usable_bytes();
+    if usable.is_some_and(|usable| usable < bytes as u64) {
         return None;
     }
-    let mut shares = Vec::new();
-    for _ in 0..threads {
-        let mut share: Vec<u64> = Vec::new();
-        share.try_reserve_exact(words).ok()?;
-        shares.push(share);
-    }
-    let barrier = Barrier::new(threads);
-    let spans: Vec<[(Instant, Instant); PASSES]> = thread::scope(|scope| {
-        let workers: Vec<_> = shares
-            .into_iter()
-            .map(|share| {
-                let barrier = &barrier;
-                scope.spawn(move || read_share(share, words, barrier))
-            })
-            .collect();
-        workers.into_iter().filter_map(|w| w.join().ok()).collect()
-    });
-    let read_bytes = (words * size_of::<u64>() * threads) as f64;
-    (0..PASSES)
-        .filter_map(|pass| {
-            let first = spans.iter().map(|span| span[pass].0).min()?;
-            let last = spans.iter().map(|span| span[pass].1).max()?;
-            let seconds = last.duration_since(first).as_secs_f64();
-            (seconds > 0.0).then(|| read_bytes / seconds * 1e-9)
-        })
-        .max_by(f64::total_cmp)
-}
-
-fn read_share(
-    mut share: Vec<u64>,
-    words: usize,
-    barrier: &Barrier,
-) -> [(Instant, Instant); PASSES] {
-    share.extend(0..words as u64);
-    std::array::from_fn(|_| {
-        barrier.wait();
-        let start = Instant::now();
-        let sum = black_box(share.as_slice())
-            .iter()
-            .fold(0u64, |sum, &word| sum.wrapping_add(word));
-        black_box(sum);
-        (start, Instant::now())
-    })
+    let workers = SpinPool::new(threads).ok()?;
+    let buffer = HugeBuffer::zeroed(&workers, bytes).ok()?;
+    let rate = dram::read_rate(&workers, &buffer, ROUNDS).ok()?;
+    Some(rate.gb_per_second)
 }
 
 #[cfg(test)]
@@ -79,7 +40,7 @@ mod tests {
     #[test]
     fn nothing_to_measure_is_none() {
         assert_eq!(dram_read_rate(0, 1 << 20), None);
-        assert_eq!(dram_read_rate(2, 15), None);
+        assert_eq!(dram_read_rate(2, 0), None);
         assert_eq!(dram_read_rate(1, usize::MAX), None);
     }
 }

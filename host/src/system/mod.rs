@@ -3,16 +3,14 @@
 //! nothing here fails on a system that hides them, it says less.
 
 mod bandwidth;
-mod cgroup;
 mod cpu;
 mod memory;
-mod threads;
 
+pub use asym_gemm_cpu::topology::{NumaNode, NumaNodes, Threads};
 pub use bandwidth::dram_read_rate;
 pub use cpu::{AmxPermission, CpuInfo, amx_permission, request_amx};
 pub(crate) use memory::zeroed;
-pub use memory::{LockLimit, Memory, MemoryShort, NumaNode, NumaNodes};
-pub use threads::Threads;
+pub use memory::{LockLimit, Memory, MemoryShort};
 
 /// Everything above in one report.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -42,37 +40,9 @@ impl System {
     }
 }
 
-/// Reads a list of numbers as the kernel writes them: `0-3,8,10-11`. `None` if it is not
-/// such a list.
-fn parse_list(text: &str) -> Option<Vec<usize>> {
-    let mut numbers = Vec::new();
-    for part in text.trim().split(',').filter(|part| !part.is_empty()) {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
-        if last < first || last - first > 1 << 20 {
-            return None;
-        }
-        numbers.extend(first..=last);
-    }
-    Some(numbers)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lists_of_numbers_are_read_as_the_kernel_writes_them() {
-        assert_eq!(
-            parse_list("0-3,8,10-11\n"),
-            Some(vec![0, 1, 2, 3, 8, 10, 11])
-        );
-        assert_eq!(parse_list("5"), Some(vec![5]));
-        assert_eq!(parse_list("\n"), Some(vec![]));
-        for bad in ["x", "3-1", "1-", "0-99999999999"] {
-            assert_eq!(parse_list(bad), None, "{bad}");
-        }
-    }
 
     #[test]
     fn a_report_of_this_machine_is_consistent_and_serialises() {

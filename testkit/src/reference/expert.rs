@@ -1,7 +1,7 @@
-//! One expert: y = act(x·gateᵀ, x·upᵀ)·downᵀ, without roundings and with those of bf16.
+//! One expert: y = act(x·gateᵀ, x·upᵀ)·downᵀ, without roundings and with those of bf16 and fp8.
 
 use asym_gemm_formats::activation::Activation;
-use asym_gemm_formats::bf16;
+use asym_gemm_formats::{bf16, e4m3, fp8};
 
 use super::gemm::{Operand, dot};
 use super::{Expected, f32_coefficient, round_to_bf16};
@@ -71,6 +71,17 @@ impl ExpertWeights {
         }
     }
 
+    /// The three matrices as fp8 has them, code · scale of 128 x 128 blocks rounded to f32; biases
+    /// stay f32.
+    pub fn to_fp8(&self) -> Self {
+        Self {
+            gate: through_fp8(&self.gate, self.hidden),
+            up: through_fp8(&self.up, self.hidden),
+            down: through_fp8(&self.down, self.intermediate),
+            ..self.clone()
+        }
+    }
+
     /// Panics unless every length fits the shape and `x` holds whole tokens; the number
     /// of tokens.
     pub(super) fn check(&self, x: &[f32]) -> usize {
@@ -121,15 +132,35 @@ impl ExpertWeights {
         self.to_bf16().down(&hidden)
     }
 
+    /// The expert with the roundings of the fp8 path: the weights to fp8 in blocks of 128 x 128, x
+    /// and h to bfloat16, everything between in f64. [T, H], rows as in `x`.
+    ///
+    /// The slack is that of [`ExpertWeights::bf16`]. Scaling the sums of 128 costs one rounding each
+    /// and the weights here one more than the codes have: less than what the error of a sum of
+    /// 128 products is granted.
+    ///
+    /// # Panics
+    /// If lengths do not fit.
+    pub fn fp8(&self, x: &[f32], act: Activation) -> Expected {
+        let weights = self.to_fp8();
+        let hidden = weights.rounded_hidden(x, act);
+        weights.down(&hidden)
+    }
+
     /// The first half of [`ExpertWeights::bf16`]: h [T, I], rounded to bfloat16.
     ///
     /// # Panics
     /// If lengths do not fit.
     pub fn bf16_hidden(&self, x: &[f32], act: Activation) -> Hidden {
+        self.to_bf16().rounded_hidden(x, act)
+    }
+
+    /// h of these weights as they are, x and h rounded to bfloat16.
+    fn rounded_hidden(&self, x: &[f32], act: Activation) -> Hidden {
         let tokens = self.check(x);
         let x = Operand::plain(tokens, self.hidden, &rounded_to_bf16(x));
         let mut hidden = Hidden::zeros(tokens, self.intermediate);
-        self.to_bf16().for_each_gated(&x, |t, i, gate, up| {
+        self.for_each_gated(&x, |t, i, gate, up| {
             let h = activation(act, gate.value, up.value);
             let error = activation_error(act, gate, up, h);
             let rounded = round_to_bf16(h);
@@ -185,6 +216,19 @@ impl ExpertWeights {
             }
         }
     }
+}
+
+/// A matrix of rows of `k` quantised to fp8 and back.
+fn through_fp8(weights: &[f32], k: usize) -> Vec<f32> {
+    let mut out = Vec::with_capacity(weights.len());
+    let mut scales = vec![0.0; k.div_ceil(fp8::BLOCK)];
+    for band in weights.chunks(fp8::BLOCK * k) {
+        let mut codes = vec![0; band.len()];
+        fp8::quantise_band(band, k, &mut codes, &mut scales);
+        let value = |(i, &code): (usize, &u8)| e4m3::decode(code) * scales[i % k / fp8::BLOCK];
+        out.extend(codes.iter().enumerate().map(value));
+    }
+    out
 }
 
 /// A sum in f64 and how far f32 accumulation may be from it.
@@ -350,6 +394,30 @@ mod tests {
             w.bf16(&x, CLAMPED),
             w.to_bf16().bf16(&rounded_to_bf16(&x), CLAMPED)
         );
+    }
+
+    /// fp8 moves every weight by at most half a step of its block, and the result by a few percent.
+    #[test]
+    fn fp8_is_near_the_exact_expert() {
+        let w = ExpertWeights::random(5, 300, 170, true);
+        let x = matrix(Pattern::Gaussian, 6, 4, 300);
+        for (got, want) in w.to_fp8().down.iter().zip(&w.down) {
+            assert!(
+                (got - want).abs() <= want.abs() / 16.0 + 1e-3,
+                "{got} for {want}"
+            );
+        }
+        let (exact, rounded) = (w.exact(&x, CLAMPED), w.fp8(&x, CLAMPED));
+        let square = |x: f64| x * x;
+        let off: f64 = exact
+            .value
+            .iter()
+            .zip(&rounded.value)
+            .map(|(a, b)| square(a - b))
+            .sum();
+        let norm: f64 = exact.value.iter().map(|&a| square(a)).sum();
+        let relative = (off / norm).sqrt();
+        assert!((1e-3..0.08).contains(&relative), "{relative}");
     }
 
     /// Slack is there for elements near a rounding boundary, and for few others.

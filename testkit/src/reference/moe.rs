@@ -55,6 +55,16 @@ impl MoeBlock<'_> {
         self.in_f64(x, routing, |weights, x| weights.bf16(x, act))
     }
 
+    /// The block with the roundings of the fp8 path ([`ExpertWeights::fp8`]), combined as
+    /// [`MoeBlock::bf16`].
+    ///
+    /// # Panics
+    /// If shapes disagree or an id names no expert.
+    pub fn fp8(&self, x: &[f32], routing: &RoutingCase) -> Expected {
+        let act = self.activation;
+        self.in_f64(x, routing, |weights, x| weights.fp8(x, act))
+    }
+
     /// The block with all experts, the shared one among them, in an INT8 format, [T, H]
     /// in f32 before it is rounded to the output type. Every bit is defined: `out = 0`,
     /// then `out = fma(w, y, out)` over the slots in order, then the shared expert.

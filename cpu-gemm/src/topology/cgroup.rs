@@ -8,16 +8,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Where control groups are mounted.
-pub(super) const ROOT: &str = "/sys/fs/cgroup";
+pub const ROOT: &str = "/sys/fs/cgroup";
 
 /// The contents of `/proc/self/cgroup`, empty where there are none.
-pub(super) fn membership() -> String {
+pub fn membership() -> String {
     fs::read_to_string("/proc/self/cgroup").unwrap_or_default()
 }
 
 /// CPU time allowed, in CPUs (1.5 is three milliseconds every two), or `None` for no
 /// limit.
-pub(super) fn cpu_quota(root: &Path, membership: &str) -> Option<f64> {
+pub fn cpu_quota(root: &Path, membership: &str) -> Option<f64> {
     let unified = ancestors(root, membership, None)
         .into_iter()
         .filter_map(|group| parse_cpu_max(&read(&group, "cpu.max")?));
@@ -34,7 +34,7 @@ pub(super) fn cpu_quota(root: &Path, membership: &str) -> Option<f64> {
 
 /// Memory that the process may still take, in bytes, or `None` for no limit. Cached file
 /// pages that the system would give up count as free.
-pub(super) fn memory_left(root: &Path, membership: &str) -> Option<u64> {
+pub fn memory_left(root: &Path, membership: &str) -> Option<u64> {
     let unified = ancestors(root, membership, None)
         .into_iter()
         .filter_map(|group| left_in(&group, "memory.max", "memory.current", "inactive_file"));

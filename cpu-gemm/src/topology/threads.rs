@@ -1,14 +1,12 @@
 //! How many threads this process should use.
 
-use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
-use super::cgroup;
-use super::parse_list;
+use super::{Topology, cgroup};
 
 /// What bounds the threads of this process, and the number chosen from it.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Threads {
     /// CPUs that the scheduler may use for this process.
     pub affinity: Vec<usize>,
@@ -22,10 +20,10 @@ pub struct Threads {
 impl Threads {
     /// Reads the affinity mask, the control group and the topology.
     pub fn read() -> Self {
-        let affinity = affinity();
         let quota = cgroup::cpu_quota(Path::new(cgroup::ROOT), &cgroup::membership());
-        let physical = physical_cores(Path::new("/sys/devices/system/cpu"), &affinity);
-        Self::choose(affinity, quota, physical)
+        let topology = Topology::read();
+        let cpus = topology.cpus.iter().map(|cpu| cpu.id).collect();
+        Self::choose(cpus, quota, topology.physical_cores())
     }
 
     fn choose(affinity: Vec<usize>, quota: Option<f64>, physical_cores: Option<usize>) -> Self {
@@ -52,9 +50,16 @@ impl Threads {
     }
 }
 
-/// CPUs in the process's mask. The mask is enlarged until the kernel's fits.
+/// The number of compute threads to start when the caller names none, as
+/// [`Threads::default_count`] of a fresh reading.
+pub fn default_threads() -> usize {
+    Threads::read().default_count()
+}
+
+/// CPUs that the scheduler may use for the calling thread, ascending.
+// The mask is enlarged until the kernel's fits.
 #[cfg(target_os = "linux")]
-fn affinity() -> Vec<usize> {
+pub fn affinity() -> Vec<usize> {
     let mut mask = vec![0u64; 16];
     while mask.len() <= 1 << 14 {
         // SAFETY: the mask has the stated number of bytes; 0 is this thread.
@@ -69,8 +74,9 @@ fn affinity() -> Vec<usize> {
     fallback()
 }
 
+/// CPUs that the scheduler may use for the calling thread, ascending.
 #[cfg(not(target_os = "linux"))]
-fn affinity() -> Vec<usize> {
+pub fn affinity() -> Vec<usize> {
     fallback()
 }
 
@@ -83,19 +89,6 @@ fn set_bits(mask: &[u64]) -> Vec<usize> {
     (0..mask.len() * 64)
         .filter(|cpu| mask[cpu / 64] >> (cpu % 64) & 1 == 1)
         .collect()
-}
-
-/// Distinct cores behind the CPUs: those that name the same siblings are one core.
-fn physical_cores(root: &Path, cpus: &[usize]) -> Option<usize> {
-    let mut cores = BTreeSet::new();
-    for cpu in cpus {
-        let folder = root.join(format!("cpu{cpu}/topology"));
-        let text = ["core_cpus_list", "thread_siblings_list"]
-            .iter()
-            .find_map(|file| fs::read_to_string(folder.join(file)).ok())?;
-        cores.insert(parse_list(&text)?);
-    }
-    (!cores.is_empty()).then_some(cores.len())
 }
 
 #[cfg(test)]
@@ -116,44 +109,6 @@ mod tests {
         assert_eq!(count(4, Some(0.5), Some(2)), 1);
         assert_eq!(count(2, Some(64.0), Some(2)), 2);
         assert_eq!(count(0, None, None), 1);
-    }
-
-    fn topology(file: &str, siblings: &[&str]) -> tempfile::TempDir {
-        let root = tempfile::tempdir().expect("a temporary folder");
-        for (cpu, list) in siblings.iter().enumerate() {
-            let folder = root.path().join(format!("cpu{cpu}/topology"));
-            fs::create_dir_all(&folder).expect("creatable");
-            fs::write(folder.join(file), format!("{list}\n")).expect("writable");
-        }
-        root
-    }
-
-    #[test]
-    fn hyper_threads_are_one_core() {
-        let adjacent = topology("core_cpus_list", &["0-1", "0-1", "2-3", "2-3"]);
-        assert_eq!(physical_cores(adjacent.path(), &[0, 1, 2, 3]), Some(2));
-        let split = topology("thread_siblings_list", &["0,2", "1,3", "0,2", "1,3"]);
-        assert_eq!(physical_cores(split.path(), &[0, 1, 2, 3]), Some(2));
-        // The mask may hold one of two siblings.
-        assert_eq!(physical_cores(split.path(), &[0, 1]), Some(2));
-        assert_eq!(physical_cores(split.path(), &[1, 3]), Some(1));
-    }
-
-    #[test]
-    fn a_hybrid_machine_counts_both_kinds_of_core() {
-        // Two cores with hyper-threads, four without.
-        let lists = ["0-1", "0-1", "2-3", "2-3", "4", "5", "6", "7"];
-        let root = topology("core_cpus_list", &lists);
-        let cpus: Vec<_> = (0..8).collect();
-        assert_eq!(physical_cores(root.path(), &cpus), Some(6));
-    }
-
-    #[test]
-    fn an_incomplete_topology_is_not_guessed() {
-        let root = topology("core_cpus_list", &["0-1", "0-1"]);
-        assert_eq!(physical_cores(root.path(), &[0, 1, 2]), None);
-        assert_eq!(physical_cores(root.path(), &[]), None);
-        assert_eq!(physical_cores(Path::new("/no/such/tree"), &[0]), None);
     }
 
     #[test]

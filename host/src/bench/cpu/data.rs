@@ -1,0 +1,129 @@
+//! Random weights and inputs, made fast: a benchmark reads gigabytes of them.
+
+use asym_gemm_cpu::pool::{Workers, for_chunks};
+
+use super::case::{Block, Shape};
+use super::gemm::GemmData;
+use super::layer::LayerData;
+use super::{BenchError, Workload};
+
+/// Fills `weights` for a block, as often as it fits, and makes its inputs.
+pub(super) fn workload<'a>(
+    block: &Block,
+    workers: &dyn Workers,
+    weights: &'a mut [u8],
+) -> Result<Box<dyn Workload + 'a>, BenchError> {
+    let largest = block.sizes.iter().copied().max().unwrap_or(0);
+    Ok(match block.shape {
+        Shape::Gemm(shape) => Box::new(GemmData::new(
+            shape,
+            block.format,
+            largest,
+            workers,
+            weights,
+        )?),
+        Shape::Layer(shape) => Box::new(LayerData::new(
+            shape,
+            block.format,
+            largest,
+            workers,
+            weights,
+        )?),
+    })
+}
+
+/// A generator of 64 random bits at a time, good enough for operands (SplitMix64).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0xd134_2543_de82_ef95))
+    }
+
+    pub(super) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// One of `0..count`.
+    pub(super) fn below(&mut self, count: usize) -> usize {
+        ((u128::from(self.bits()) * count as u128) >> 64) as usize
+    }
+
+    /// Uniform in -1..1.
+    pub(super) fn unit(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+}
+
+/// How random bits become operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pattern {
+    /// Every byte an int8.
+    Int8,
+    /// Every pair of bytes a bf16 of 0.5 to 2, of either sign.
+    Bf16,
+}
+
+/// Fills `bytes` with random operands, the same for the same seed on any workers.
+pub(super) fn fill(
+    workers: &dyn Workers,
+    bytes: &mut [u8],
+    pattern: Pattern,
+    seed: u64,
+) -> Result<(), BenchError> {
+    const CHUNK: usize = 1 << 20;
+    let operands = move |bits: u64| match pattern {
+        Pattern::Int8 => bits,
+        // Sign and mantissa stay random; 0x3f00 and 0x3f80 are 0.5 and 1.
+        Pattern::Bf16 => bits & 0x80ff_80ff_80ff_80ff | 0x3f00_3f00_3f00_3f00,
+    };
+    for_chunks(workers, bytes, CHUNK, |index, chunk| {
+        let mut random = Random::new(seed << 32 | index as u64);
+        let (words, rest) = chunk.as_chunks_mut::<8>();
+        for word in words {
+            *word = operands(random.bits()).to_le_bytes();
+        }
+        let last = operands(random.bits()).to_le_bytes();
+        rest.copy_from_slice(&last[..rest.len()]);
+    })
+    .map_err(|panic| BenchError::Cpu(panic.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use asym_gemm_cpu::pool::SpinPool;
+    use asym_gemm_formats::bf16;
+
+    #[test]
+    fn fills_depend_on_the_seed_only_and_are_operands() {
+        let filled = |threads, pattern, seed| {
+            let pool = SpinPool::new(threads).expect("threads can be started");
+            let mut bytes = vec![0; (1 << 20) + 22];
+            fill(&pool, &mut bytes, pattern, seed).expect("nothing panics");
+            bytes
+        };
+        let int8 = filled(1, Pattern::Int8, 7);
+        assert_eq!(int8, filled(2, Pattern::Int8, 7));
+        assert_ne!(int8, filled(1, Pattern::Int8, 8));
+        for bytes in filled(1, Pattern::Bf16, 7).as_chunks::<2>().0 {
+            let value = bf16::decode(u16::from_le_bytes(*bytes)).abs();
+            assert!((0.5..2.0).contains(&value), "{value}");
+        }
+    }
+
+    #[test]
+    fn draws_stay_in_their_ranges() {
+        let mut random = Random::new(1);
+        for _ in 0..1000 {
+            assert!(random.below(3) < 3);
+            assert!((-1.0..1.0).contains(&random.unit()));
+        }
+        assert_eq!(random.below(1), 0);
+    }
+}

@@ -1,0 +1,9 @@
+//! Benchmarks of this machine, for the program and for `cargo bench`.
+//!
+//! Every case is verified before it is timed, and compared with ceilings measured in the same run
+//! on the same threads.
+
+pub mod cpu;
+mod record;
+
+pub use record::{COMMIT_VARIABLE, Machine};

@@ -1,0 +1,97 @@
+//! `asym-gemm bench cpu`: the CPU kernels against this machine's ceilings.
+
+use super::{Failure, Outcome, table};
+use asym_gemm::bench::cpu::{self, Plan, Progress, Report};
+use asym_gemm::cpu::Engine;
+use asym_gemm::cpu::pool::SpinPool;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fmt::Write;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct BenchCpuArguments {
+    /// The most telling cases only, in less than a minute.
+    #[arg(long)]
+    quick: bool,
+    /// Write the cases as comma-separated values, with machine and commit.
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Draw the share of the ceiling against rows or tokens, one SVG file for each shape.
+    #[arg(long, value_name = "FOLDER")]
+    plot: Option<PathBuf>,
+}
+
+pub(super) fn run(
+    arguments: &BenchCpuArguments,
+    threads: Option<NonZeroUsize>,
+    json: bool,
+    text: &mut String,
+) -> Result<Outcome, Failure> {
+    let plan = if arguments.quick {
+        Plan::quick()
+    } else {
+        Plan::full()
+    };
+    if let Some(path) = &arguments.csv {
+        check(path)?;
+    }
+    let mut engine = Engine::detect()?;
+    if let Some(threads) = threads {
+        engine = engine.with_workers(Arc::new(SpinPool::new(threads.get())?));
+    }
+    let report = with_progress(&plan, &engine)?;
+    if let Some(path) = &arguments.csv {
+        std::fs::write(path, report.csv())
+            .map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    if let Some(folder) = &arguments.plot {
+        cpu::plot(&report, folder)?;
+    }
+    if json {
+        writeln!(text, "{}", serde_json::to_string_pretty(&report)?)?;
+    } else {
+        let rows = table::table(&Report::TABLE_HEADERS, 1, &report.table_rows());
+        writeln!(
+            text,
+            "{}\n\n{rows}\n{}",
+            report.heading(),
+            report.remarks().trim_end()
+        )?;
+    }
+    Ok(if report.wrong.is_empty() {
+        Outcome::Passed
+    } else {
+        Outcome::Failed
+    })
+}
+
+/// Refuses what could not be written, before and not after a minute of work.
+fn check(path: &Path) -> Result<(), Failure> {
+    let refuse = |reason| Err(format!("{}: {reason}", path.display()).into());
+    // A file name alone has the empty path for its folder.
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    if folder.is_some_and(|folder| !folder.is_dir()) {
+        return refuse("its folder is not there");
+    }
+    if path.is_dir() {
+        return refuse("is a folder");
+    }
+    Ok(())
+}
+
+/// Runs the plan under a bar, which hides itself where standard error is no terminal.
+fn with_progress(plan: &Plan, engine: &Engine) -> Result<Report, Failure> {
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}")?;
+    let bar = ProgressBar::new(0).with_style(style);
+    let report = cpu::run(plan, engine, &mut |progress: &Progress| {
+        bar.set_length(progress.total as u64);
+        bar.set_position(progress.done as u64);
+        bar.set_message(progress.now.clone());
+    });
+    bar.finish_and_clear();
+    Ok(report?)
+}

@@ -10,7 +10,7 @@ use asym_gemm_formats::bank::{
     BankGeometry, GATE_UP_PANELS, PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES,
 };
 use asym_gemm_kernels_gpu::args::GemmArgs;
-use asym_gemm_kernels_gpu::gemm::{FAMILY, Operands, kernel_name};
+use asym_gemm_kernels_gpu::gemm::{Operands, kernel_name};
 use asym_gemm_kernels_gpu::tile::{A_BOX_ROWS, B_BOX_ROWS, THREADS, Tile};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -55,6 +55,14 @@ impl Launcher {
         }
     }
 
+    /// Compiles the kernels for `operands` now, so that no launch has to.
+    pub(crate) fn load(&self, operands: &[Operands]) -> Result<(), DriverError> {
+        for operands in operands {
+            self.gpu.module(operands.family())?;
+        }
+        Ok(())
+    }
+
     /// Launches one grouped GEMM.
     ///
     /// # Safety
@@ -78,7 +86,7 @@ impl Launcher {
             });
         };
         if !self.kernels.contains_key(&(operands, tile)) {
-            let kernel = self.gpu.module(FAMILY)?.function(name)?;
+            let kernel = self.gpu.module(operands.family())?.function(name)?;
             kernel.set_dynamic_shared(tile.shared_bytes())?;
             self.kernels.insert((operands, tile), kernel);
         }

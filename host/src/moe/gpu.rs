@@ -185,13 +185,15 @@ impl GpuExperts {
             }
         };
         let module = gpu.module(FAMILY)?;
+        let launcher = Launcher::new(gpu);
+        launcher.load(&operands(geometry.format)?)?;
         Ok(Self {
             gpu: gpu.clone(),
             transfer,
             cells: Cells::new(gpu, &geometry, base, count)?,
             bank,
             source,
-            launcher: Launcher::new(gpu),
+            launcher,
             pack: module.function(pack)?,
             activate: module.function(activate)?,
             scratch: Scratch::default(),

@@ -47,9 +47,6 @@ mod producer;
 #[cfg(all(target_arch = "nvptx64", feature = "gemm"))]
 mod values;
 
-/// Name of the PTX module.
-pub const FAMILY: &str = "gemm";
-
 /// Element type of the operands and where their scales enter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operands {
@@ -69,6 +66,28 @@ pub enum Operands {
 }
 
 impl Operands {
+    /// Every kind.
+    pub const ALL: [Self; 6] = [
+        Self::Bf16,
+        Self::Int8PerRow,
+        Self::Int8Slices,
+        Self::Int8Blocks,
+        Self::Fp8PerRow,
+        Self::Fp8Blocks,
+    ];
+
+    /// Name of the PTX module with this kind's kernels.
+    pub const fn family(self) -> &'static str {
+        match self {
+            Self::Bf16 => "gemm-bf16",
+            Self::Int8PerRow => "gemm-s8-per-row",
+            Self::Int8Slices => "gemm-s8-slices",
+            Self::Int8Blocks => "gemm-s8-blocks",
+            Self::Fp8PerRow => "gemm-e4m3-per-row",
+            Self::Fp8Blocks => "gemm-e4m3-blocks",
+        }
+    }
+
     /// Elements of K in one step of 128 bytes.
     pub const fn step_k(self) -> u32 {
         match self {

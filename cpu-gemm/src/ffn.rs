@@ -470,7 +470,7 @@ struct Encode<'j, 'a, R: Recipe, O>(Task<'j, 'a, R, O>);
 
 impl<R: Recipe, O: Output> Body for Encode<'_, '_, R, O> {
     #[inline(always)]
-    fn run<M: Multiply>(self, _m: M) {
+    fn run<M: Multiply>(self, m: M) {
         let Task {
             job,
             number,
@@ -481,7 +481,8 @@ impl<R: Recipe, O: Output> Body for Encode<'_, '_, R, O> {
         for row in first..rows.min(first + job.encode_rows) {
             // SAFETY: each row belongs to one task, and readers wait for `encoded_all`.
             unsafe {
-                job.encoded.encode::<R>(job.call.x, row, &mut scratch.wide);
+                job.encoded
+                    .encode::<R, _>(m.vector(), job.call.x, row, &mut scratch.wide);
             }
         }
         job.encoded_all.done();
@@ -688,7 +689,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                     // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
                     // their columns; readers wait for `down_all`.
                     let y = unsafe { job.y.write(start, columns) };
-                    y.copy_from_slice(&rows.row(t)[..columns]);
+                    rows.copy_row(t, y);
                 }
             }
             first += count;
@@ -709,7 +710,7 @@ struct DownPanel<'j, 'a, R: Recipe, O> {
 
 impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     #[inline(always)]
-    fn run<'t, M: Multiply>(self, m: M, tiles: &'t mut Tiles) -> &'t [Tile<f32>] {
+    fn run<M: Multiply>(self, m: M, tiles: &mut Tiles) -> &[Tile<f32>] {
         let v = m.vector();
         let geometry = self.job.geometry();
         let groups = self.h.len();
@@ -747,9 +748,8 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         let bias = self.expert.down_bias(self.panel);
         for y in &mut *y {
             if let Some(scales) = &scales {
-                for r in 0..PANEL_ROWS {
-                    let scaled = v.mul(v.load(&y.0[r]), v.splat(scales[r]));
-                    v.store(scaled, &mut y.0[r]);
+                for (row, &scale) in y.0.iter_mut().zip(scales) {
+                    v.store(v.mul(v.load(row), v.splat(scale)), row);
                 }
             }
             add_bias(v, y, &bias);
@@ -826,9 +826,8 @@ impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
 #[inline(always)]
 fn add_bias<V: Vector>(v: V, y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
     if let Some(bias) = bias {
-        for r in 0..PANEL_ROWS {
-            let sum = v.add(v.load(&y.0[r]), v.splat(bias[r]));
-            v.store(sum, &mut y.0[r]);
+        for (row, &bias) in y.0.iter_mut().zip(bias) {
+            v.store(v.add(v.load(row), v.splat(bias)), row);
         }
     }
 }
@@ -842,8 +841,7 @@ fn activate<V: Vector>(
     up: &Tile<f32>,
     h: &mut [Lanes<f32>; PANEL_ROWS],
 ) {
-    for r in 0..PANEL_ROWS {
-        let activated = v.activate(activation, v.load(&gate.0[r]), v.load(&up.0[r]));
-        v.store(activated, &mut h[r]);
+    for ((h, gate), up) in h.iter_mut().zip(&gate.0).zip(&up.0) {
+        v.store(v.activate(activation, v.load(gate), v.load(up)), h);
     }
 }

@@ -500,10 +500,10 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 };
                 let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
                 let scales = weights.scales(0, 0);
-                for g in 0..groups {
+                for (g, x) in x.iter().enumerate() {
                     let mut y = Tile::default();
-                    products.scaled(v, 0, g, &x[g], &scales, &mut y);
-                    rows.put(m, p, g, x[g].tokens, &y);
+                    products.scaled(v, 0, g, x, &scales, &mut y);
+                    rows.put(m, p, g, x.tokens, &y);
                 }
             }
             let first_column = panels.start * PANEL_ROWS;
@@ -515,7 +515,7 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                     // SAFETY: groups own their rows (validated disjoint) and tasks of one block
                     // their columns.
                     let d = unsafe { job.d.write(start, columns) };
-                    d.copy_from_slice(&rows.row(t)[..columns]);
+                    rows.copy_row(t, d);
                 }
             }
             first += groups;
@@ -565,9 +565,16 @@ impl<'b, O: Output> RowBuffer<'b, O> {
         }
     }
 
-    /// Row `row`: what was stored of token `row` of the pass.
+    /// Copies what was stored of token `row` of the pass to `out`, one line at a time.
     #[inline(always)]
-    pub(crate) fn row(&self, row: usize) -> &[O] {
-        &self.rows[row * self.stride..][..self.stride]
+    pub(crate) fn copy_row(&self, row: usize, out: &mut [O]) {
+        let row: &[u8] = bytemuck::cast_slice(&self.rows[row * self.stride..][..out.len()]);
+        let out: &mut [u8] = bytemuck::cast_slice_mut(out);
+        let (lines, rest) = row.as_chunks::<64>();
+        let (out_lines, out_rest) = out.as_chunks_mut::<64>();
+        for (out, line) in out_lines.iter_mut().zip(lines) {
+            *out = *line;
+        }
+        out_rest.copy_from_slice(rest);
     }
 }

@@ -383,14 +383,6 @@ impl<'a> Codes<'a> {
             });
         }
     }
-
-    /// Bytes from a panel to the next.
-    pub(crate) fn panel_stride(&self, units: usize) -> usize {
-        match *self {
-            Self::Rows { row_stride, .. } => PANEL_ROWS * row_stride,
-            Self::Packed { .. } => units * UNIT_BYTES,
-        }
-    }
 }
 
 /// The bf16 B operands of a GEMM, row-major ([`WeightsRef`]) or packed ([`PackedRef`]).

@@ -9,7 +9,7 @@
 
 use std::mem::MaybeUninit;
 
-use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{SLICE, UNIT_ROW_BYTES};
 use asym_gemm_formats::{bf16, int8};
 use bytemuck::Pod;
 
@@ -47,7 +47,13 @@ pub(crate) trait Recipe {
     }
 
     /// Rounds one row of x.
-    fn encode(x: &[f32], codes: &mut [Self::Code], scales: &mut [f32], sums: &mut [i32]);
+    fn encode<V: Vector>(
+        v: V,
+        x: &[f32],
+        codes: &mut [Self::Code],
+        scales: &mut [f32],
+        sums: &mut [i32],
+    );
 
     /// Rounds the elements of h that belong to one slice: up to 128 rows of 16 tokens become the
     /// words of each token, with the scale and the sum of its codes.
@@ -98,8 +104,13 @@ impl Recipe for Bf16 {
     const EXACT: bool = false;
 
     #[inline(always)]
-    fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
-        for (code, &x) in codes.iter_mut().zip(x) {
+    fn encode<V: Vector>(v: V, x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        let (lanes, rest) = x.as_chunks::<TOKENS>();
+        let (codes, code_rest) = codes.as_chunks_mut::<TOKENS>();
+        for (code, x) in codes.iter_mut().zip(lanes) {
+            v.store_halves(v.encode_bf16(v.load(x)), code);
+        }
+        for (code, &x) in code_rest.iter_mut().zip(rest) {
             *code = bf16::encode(x);
         }
         scales.fill(1.0);
@@ -155,9 +166,8 @@ impl Recipe for Bf16 {
         _tokens: &Lanes<f32>,
         y: &mut Tile<f32>,
     ) {
-        for r in 0..PANEL_ROWS {
-            let sum = v.add(v.load(&y.0[r]), v.load(&sums.0[r]));
-            v.store(sum, &mut y.0[r]);
+        for (y, sums) in y.0.iter_mut().zip(&sums.0) {
+            v.store(v.add(v.load(y), v.load(sums)), y);
         }
     }
 }
@@ -177,8 +187,8 @@ impl Recipe for Fp8 {
     const X_UNIT_BYTES: usize = 2 * UNIT_ROW_BYTES;
 
     #[inline(always)]
-    fn encode(x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
-        Bf16::encode(x, codes, scales, sums);
+    fn encode<V: Vector>(v: V, x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        Bf16::encode(v, x, codes, scales, sums);
     }
 
     #[inline(always)]
@@ -218,8 +228,8 @@ impl Recipe for Fp8 {
         _tokens: &Lanes<f32>,
         y: &mut Tile<f32>,
     ) {
-        for r in 0..PANEL_ROWS {
-            v.store(v.mul(v.load(&sums.0[r]), v.splat(rows[r])), &mut y.0[r]);
+        for ((y, sums), &scale) in y.0.iter_mut().zip(&sums.0).zip(rows) {
+            v.store(v.mul(v.load(sums), v.splat(scale)), y);
         }
     }
 
@@ -231,27 +241,46 @@ impl Recipe for Fp8 {
         _tokens: &Lanes<f32>,
         y: &mut Tile<f32>,
     ) {
-        for r in 0..PANEL_ROWS {
-            let sum = v.fma(v.load(&sums.0[r]), v.splat(rows[r]), v.load(&y.0[r]));
-            v.store(sum, &mut y.0[r]);
+        for ((y, sums), &scale) in y.0.iter_mut().zip(&sums.0).zip(rows) {
+            v.store(v.fma(v.load(sums), v.splat(scale), v.load(y)), y);
         }
     }
 }
 
-/// Quantises `x` with the scale that `scale_of` makes of its largest magnitude.
+/// Quantises `x` with the scale that `scale_of` makes of its largest magnitude; returns the scale
+/// and the sum of the codes.
 ///
 /// The maximum is taken over magnitudes as integers, where NaN is above infinity, so that no
 /// vector maximum can drop it.
 #[inline(always)]
-fn quantise(x: &[f32], codes: &mut [i8], scale_of: impl Fn(f32) -> f32) -> (f32, i32) {
-    let mut amax = 0u32;
-    for x in x {
-        amax = amax.max(x.to_bits() & 0x7fff_ffff);
+fn quantise<V: Vector>(
+    v: V,
+    x: &[f32],
+    codes: &mut [i8],
+    scale_of: impl Fn(f32) -> f32,
+) -> (f32, i32) {
+    let (lanes, rest) = x.as_chunks::<TOKENS>();
+    let mut amax = v.splat_int(0);
+    for x in lanes {
+        amax = v.max_int(amax, v.and(v.bits(v.load(x)), v.splat_int(0x7fff_ffff)));
     }
+    let mut largest = [0; TOKENS];
+    v.store_int(amax, &mut largest);
+    let magnitudes = rest.iter().map(|x| x.to_bits() & 0x7fff_ffff);
+    let amax = largest.into_iter().chain(magnitudes).fold(0, u32::max);
     let scale = scale_of(f32::from_bits(amax));
     let inverse = 1.0 / scale;
-    let mut sum = 0i32;
-    for (code, &x) in codes.iter_mut().zip(x) {
+    let (code_lanes, code_rest) = codes.as_chunks_mut::<TOKENS>();
+    let mut sums = v.splat_int(0);
+    for (code, x) in code_lanes.iter_mut().zip(lanes) {
+        let encoded = v.encode_int8(v.load(x), v.splat(inverse));
+        sums = v.add_int(sums, encoded);
+        v.store_bytes(encoded, bytemuck::cast_mut(code));
+    }
+    let mut sum = [0; TOKENS];
+    v.store_int(sums, &mut sum);
+    let mut sum: i32 = sum.into_iter().fold(0, u32::wrapping_add) as i32;
+    for (code, &x) in code_rest.iter_mut().zip(rest) {
         *code = int8::encode(x, inverse);
         sum += i32::from(*code);
     }
@@ -304,10 +333,9 @@ fn scale_int8<V: Vector, const ADD: bool>(
     y: &mut Tile<f32>,
 ) {
     let tokens = v.load(tokens);
-    for r in 0..PANEL_ROWS {
-        let sum = v.to_float(v.load_int(&sums.0[r]));
-        let scale = v.mul(tokens, v.splat(rows[r]));
-        let y = &mut y.0[r];
+    for ((y, sums), &row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
+        let sum = v.to_float(v.load_int(sums));
+        let scale = v.mul(tokens, v.splat(row));
         let scaled = match ADD {
             true => v.fma(sum, scale, v.load(y)),
             false => v.mul(sum, scale),
@@ -333,7 +361,13 @@ macro_rules! int8_recipe {
             const EXACT: bool = true;
 
             #[inline(always)]
-            fn encode(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
+            fn encode<V: Vector>(
+                v: V,
+                x: &[f32],
+                codes: &mut [i8],
+                scales: &mut [f32],
+                sums: &mut [i32],
+            ) {
                 let span = if $blocked {
                     int8::BLOCK
                 } else {
@@ -341,7 +375,7 @@ macro_rules! int8_recipe {
                 };
                 let blocks = x.chunks(span).zip(codes.chunks_mut(span));
                 for (((x, codes), scale), sum) in blocks.zip(scales).zip(sums) {
-                    (*scale, *sum) = quantise(x, codes, $scale);
+                    (*scale, *sum) = quantise(v, x, codes, $scale);
                 }
             }
 

@@ -8,6 +8,7 @@ use crate::kernels::{Group, Multiply, TokenLayout};
 use crate::recipe::Recipe;
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
+use crate::vector::Vector;
 use crate::workspace::{Buffer, GroupBuffers};
 
 /// Rows of activations [T, H] as the caller holds them.
@@ -99,7 +100,13 @@ impl<'a> Encoded<'a> {
     /// # Safety
     /// Nobody else uses that row meanwhile.
     #[inline(always)]
-    pub(crate) unsafe fn encode<R: Recipe>(&self, x: Rows<'_>, row: usize, wide: &mut Vec<f32>) {
+    pub(crate) unsafe fn encode<R: Recipe, V: Vector>(
+        &self,
+        v: V,
+        x: Rows<'_>,
+        row: usize,
+        wide: &mut Vec<f32>,
+    ) {
         // SAFETY: the row is this call's alone, by this function's contract.
         let (codes, scales, sums) = unsafe {
             (
@@ -119,7 +126,7 @@ impl<'a> Encoded<'a> {
         };
         let (head, padding) = codes.split_at_mut(self.k * size_of::<R::Code>());
         padding.fill(0);
-        R::encode(x, bytemuck::cast_slice_mut(head), scales, sums);
+        R::encode(v, x, bytemuck::cast_slice_mut(head), scales, sums);
     }
 
     /// Row `row`, encoded.

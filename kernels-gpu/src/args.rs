@@ -79,6 +79,22 @@ pub mod gemm_flags {
     pub const D_VECTOR: u32 = 2;
 }
 
+/// Where blocks that only copy put the weights that they read from host memory, for all row
+/// tiles to share: see [`crate::relay`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RelayArgs {
+    /// Device address of the ring, [`crate::relay::UNIT_BYTES`] a slot.
+    pub ring: u64,
+    /// Device address of u32 words, 0 at the start of the kernel: one for each slot, then one
+    /// for each column tile of the launch.
+    pub state: u64,
+    /// Slots of the ring; at least the units of one column tile.
+    pub slots: u32,
+    /// Blocks that copy, the first of the grid; 0 for weights that are loaded in place.
+    pub couriers: u32,
+}
+
 /// D = A · B^T for each group. Passed by value after the tensor maps of A and of a row-major B.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -91,12 +107,15 @@ pub struct GemmArgs {
     pub d: u64,
     /// Elements from one row of D to the next.
     pub d_stride: u64,
-    /// Device address of A's scales: f32 [M, a_scale_stride], or 0.
+    /// Device address of A's scales: f32 `[M, a_scale_stride]` (one for all rows if the stride
+    /// is 0), or 0.
     pub a_scales: u64,
     /// B's scales.
     pub b_scales: ColumnTable,
     /// Added to each column at the end.
     pub bias: ColumnTable,
+    /// How weights come from host memory.
+    pub relay: RelayArgs,
     /// Scales of one row of A.
     pub a_scale_stride: u32,
     /// Number of groups.
@@ -115,6 +134,10 @@ pub struct GemmArgs {
     pub flags: u32,
     /// Weight index of the first matrix or map of B: a chunk's are numbered from 0.
     pub first_weight: u32,
+    /// One past the largest weight index; a group with another one counts as empty.
+    pub weight_end: u32,
+    /// Rows of A and D; a group that goes past them counts as empty.
+    pub rows: u32,
     /// Fills the struct to a multiple of 8 bytes.
     pub reserved: u32,
 }

@@ -1,10 +1,11 @@
 //! GPU kernels in Rust, and what they share with the host.
 //!
-//! The crate compiles twice. For `nvptx64` each feature gives one PTX module:
+//! The crate compiles twice. For `nvptx64` each feature gives one PTX module, so that the
+//! driver compiles only what a program uses:
 //!
 //! | feature       | target  | kernels                                                        |
 //! | ------------- | ------- | -------------------------------------------------------------- |
-//! | `gemm`        | sm_90a  | grouped GEMM: TMA, mbarrier ring, wgmma ([`gemm`])             |
+//! | `gemm-*`      | sm_90a  | grouped GEMM of one [`gemm::Operands`]: TMA, mbarrier ring, wgmma ([`gemm`]) |
 //! | `elementwise` | sm_80   | gather + round or quantise, activation, combine ([`elementwise`]) |
 //!
 //! For the host it gives the argument structs, tile shapes and schedules that both
@@ -18,6 +19,7 @@
 pub mod args;
 pub mod elementwise;
 pub mod gemm;
+pub mod relay;
 pub mod schedule;
 pub mod tile;
 

@@ -1,7 +1,9 @@
 //! Tile order of the grouped GEMM.
 //!
 //! Tiles are numbered group by group; inside a group the row tile runs fastest, so
-//! that the blocks of one wave share weight tiles in L2. Block `b` of a grid of `g`
+//! that the blocks of one wave share weight tiles in L2. Where a group has many row tiles,
+//! they run in blocks of [`ROW_BLOCK`], whose activations stay in L2 over all columns, unless
+//! weights are to come only once. Block `b` of a grid of `g`
 //! takes tiles b, b + g, b + 2g, ...; the producer and both consumers of a block walk
 //! the same list. Empty groups have no tile and cost one 16-byte load.
 
@@ -36,7 +38,15 @@ pub struct TileCoord {
     pub column: u32,
     /// Weight matrix of the group.
     pub weight: u32,
+    /// Number of the column tile, over all groups that have rows: the order in which weights
+    /// are needed.
+    pub column_tile: u32,
+    /// Row tiles of the group: how many tiles share these weights.
+    pub row_tiles: u32,
 }
+
+/// Row tiles whose activations are read from L2 for all columns of a group.
+pub const ROW_BLOCK: u32 = 16;
 
 /// Number of tiles of a group with `rows` rows.
 #[inline(always)]
@@ -50,12 +60,15 @@ pub struct TileWalker<G> {
     n_tiles: u32,
     tile_m: u32,
     tile_n: u32,
+    row_block: u32,
     next: u32,
     step: u32,
     index: u32,
     group: Group,
     /// Number of the current group's first tile.
     base: u32,
+    /// Number of the current group's first column tile.
+    column_base: u32,
 }
 
 impl<G: Groups> TileWalker<G> {
@@ -73,12 +86,29 @@ impl<G: Groups> TileWalker<G> {
             n_tiles,
             tile_m,
             tile_n,
+            row_block: ROW_BLOCK,
             next: block,
             step: blocks,
             index: 0,
             group,
             base: 0,
+            column_base: 0,
         }
+    }
+
+    /// The same walk with all row tiles of a column tile before the next column tile.
+    #[inline(always)]
+    pub fn by_columns(self) -> Self {
+        Self {
+            row_block: u32::MAX,
+            ..self
+        }
+    }
+
+    /// Walker over the column tiles of all groups that have rows, in order.
+    #[inline(always)]
+    pub fn columns(groups: G, n: u32, tile_n: u32) -> Self {
+        Self::new(groups, n, u32::MAX, tile_n, 0, 1).by_columns()
     }
 
     /// The block's next tile.
@@ -95,22 +125,36 @@ impl<G: Groups> TileWalker<G> {
                 break;
             }
             self.base += tiles;
+            self.column_base += if tiles > 0 { self.n_tiles } else { 0 };
             self.index += 1;
             if self.index < self.groups.count() {
                 self.group = self.groups.get(self.index);
             }
         }
-        // SAFETY: `next - base` is below row_tiles * n_tiles, so row_tiles is not 0.
-        unsafe { core::hint::assert_unchecked(row_tiles != 0) };
-        let local = self.next - self.base;
-        let column_tile = local / row_tiles;
-        let row_tile = local - column_tile * row_tiles;
+        let mut local = self.next - self.base;
+        let mut first_row = 0;
+        let mut rows = row_tiles;
+        if row_tiles > self.row_block {
+            let block_tiles = self.row_block * self.n_tiles;
+            // SAFETY: neither factor is 0: there is a tile.
+            unsafe { core::hint::assert_unchecked(block_tiles != 0) };
+            let row_block = local / block_tiles;
+            local -= row_block * block_tiles;
+            first_row = row_block * self.row_block;
+            rows = (row_tiles - first_row).min(self.row_block);
+        }
+        // SAFETY: `next - base` is below row_tiles * n_tiles, so there are rows.
+        unsafe { core::hint::assert_unchecked(rows != 0) };
+        let column_tile = local / rows;
+        let row_tile = first_row + local - column_tile * rows;
         self.next += self.step;
         Some(TileCoord {
             row: self.group.start + row_tile * self.tile_m,
             row_end: self.group.end,
             column: column_tile * self.tile_n,
             weight: self.group.weight,
+            column_tile: self.column_base + column_tile,
+            row_tiles,
         })
     }
 }
@@ -139,21 +183,36 @@ mod tests {
     /// cover the group.
     #[test]
     fn each_tile_exactly_once() {
-        let cases: [&[u32]; 7] = [
+        let cases: [&[u32]; 8] = [
             &[],
             &[0],
             &[0, 0, 5],
             &[1, 64, 65, 128, 129],
             &[1000],
+            &[5000, 2100],
             &[0, 7, 0, 300, 0],
             &[1; 300],
         ];
         for counts in cases {
             let groups = groups(counts);
-            for (tile_m, tile_n) in [(128, 128), (64, 256)] {
+            for (tile_m, tile_n) in [(128, 192), (128, 256), (64, 256)] {
                 for n in [1, 127, 128, 129, 512, 700] {
+                    let mut columns = Vec::new();
+                    let mut walker = TileWalker::columns(&groups[..], n, tile_n);
+                    while let Some(t) = walker.next_tile() {
+                        assert_eq!((t.column_tile, t.row_tiles), (columns.len() as u32, 1));
+                        columns.push((t.weight, t.column));
+                    }
                     for blocks in [1, 2, 132] {
                         let mut seen = HashSet::new();
+                        // Column tiles in order of their numbers.
+                        let mut last = 0;
+                        let mut walker =
+                            TileWalker::new(&groups[..], n, tile_m, tile_n, 0, 1).by_columns();
+                        while let Some(t) = walker.next_tile() {
+                            assert!(t.column_tile == last || t.column_tile == last + 1);
+                            last = t.column_tile;
+                        }
                         for block in 0..blocks {
                             let mut walker =
                                 TileWalker::new(&groups[..], n, tile_m, tile_n, block, blocks);
@@ -161,6 +220,8 @@ mod tests {
                                 let group = groups[t.weight as usize];
                                 assert!(t.row >= group.start && t.row < t.row_end && t.column < n);
                                 assert_eq!(t.row_end, group.end);
+                                assert_eq!(columns[t.column_tile as usize], (t.weight, t.column));
+                                assert_eq!(t.row_tiles, (group.end - group.start).div_ceil(tile_m));
                                 assert!(seen.insert((t.weight, t.row, t.column)));
                             }
                         }

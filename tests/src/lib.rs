@@ -5,7 +5,7 @@ use asym_gemm::driver::{DriverError, Gpu};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::formats::bank::{BankGeometry, Projection};
 use asym_gemm::moe::{ExpertBank, MoeError};
-use asym_gemm_kernels_gpu::{elementwise, gemm};
+use asym_gemm_kernels_gpu::{elementwise, gemm::Operands};
 use asym_gemm_testkit::reference::ExpertWeights;
 use std::path::{Path, PathBuf};
 
@@ -42,15 +42,17 @@ pub fn fixture(name: &str) -> PathBuf {
     folder.join(name)
 }
 
-/// GPU 0 with every kernel loaded, or why there is none.
+/// GPU 0 if every kernel is for it, or why there is none.
 ///
 /// # Errors
 /// The reason, for a test to skip with.
 pub fn gpu() -> Result<Gpu, String> {
     let open = || {
         let gpu = Gpu::open(0)?;
-        gpu.module(gemm::FAMILY)?;
-        gpu.module(elementwise::FAMILY)?;
+        for operands in Operands::ALL {
+            gpu.check_module(operands.family())?;
+        }
+        gpu.check_module(elementwise::FAMILY)?;
         Ok::<Gpu, DriverError>(gpu)
     };
     open().map_err(|error| error.to_string())

@@ -3,14 +3,16 @@
 use asym_gemm::driver::{DeviceBuffer, Gpu, PinnedBuffer, Stream};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::gemm::{
-    Activations, DeviceMatrix, DeviceMatrixMut, GemmError, GroupRange, GroupedGemm, Output,
-    WeightMemory, Weights,
+    Activations, DeviceGroups, DeviceMatrix, DeviceMatrixMut, GemmError, GroupRange, GroupedGemm,
+    Output, WeightMemory, Weights,
 };
 use asym_gemm::transfer::Transfer;
 use asym_gemm_testkit::compare::{
     Bound, Output as OutputType, assert_poisoned, bits_equal, check_close,
 };
-use asym_gemm_testkit::generate::{Pattern, gemm_shapes, matrix, rounded_to_bf16, row_counts};
+use asym_gemm_testkit::generate::{
+    Pattern, gemm_shapes, int8_codes, matrix, rounded_to_bf16, row_counts,
+};
 use asym_gemm_testkit::reference::{Group, Operand, QuantisedMatrix, grouped_gemm, int8_gemm};
 use asym_gemm_testkit::skip;
 use asym_gemm_tests::{GPU_FORMATS, gpu};
@@ -425,6 +427,274 @@ fn long_k() {
             second.copy_from_slice(first);
         }
         run(&case, "cancelling");
+    }
+}
+
+/// More weights than the relay's ring holds, several row tiles that share them, K that ends
+/// inside a unit: the same bytes as from device memory, whatever the buffers held.
+#[test]
+fn relay_reuses_its_ring() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let (count, n, k) = (12, 2056, 1552);
+    let rows_of = |e: usize| [300, 1, 0, 129, 700, 65][e % 6];
+    let mut groups = Vec::new();
+    let mut start = 0;
+    for weight in 0..count {
+        let end = start + rows_of(weight);
+        groups.push(GroupRange { weight, start, end });
+        start = end;
+    }
+    let rows = start;
+    let values = |seed, len: usize| -> Vec<bf16> {
+        let some = matrix(Pattern::Gaussian, seed, 1, 100_003);
+        let bf16s = some.iter().map(|&x| bf16::from_f32(x));
+        bf16s.cycle().take(len).collect()
+    };
+    let a = DeviceBuffer::from_slice(&gpu, &values(1, rows * k)).unwrap();
+    let bytes: Vec<u8> = values(2, count * n * k)
+        .iter()
+        .flat_map(|x| x.to_le_bytes())
+        .collect();
+    assert!(bytes.len() > 64 << 20);
+    let device = DeviceBuffer::from_slice(&gpu, &bytes).unwrap();
+    let mut pinned = PinnedBuffer::alloc(&gpu, bytes.len()).unwrap();
+    pinned.as_mut_slice()[..bytes.len()].copy_from_slice(&bytes);
+    let mut out = DeviceBuffer::<f32>::alloc(&gpu, rows * n).unwrap();
+    let mut gemm = GroupedGemm::new(&gpu);
+    let a = Activations::Bf16(DeviceMatrix::new(&a, rows, k, k).unwrap());
+    let mut run = |memory, transfer| {
+        out.fill_bytes(0xff).unwrap();
+        let b = Weights::new(memory, WeightFormat::Bf16, count, n, k, None).unwrap();
+        let mut d = Output::F32(DeviceMatrixMut::new(&mut out, rows, n, n).unwrap());
+        let plan = gemm
+            .run(&a, &b, &groups, &mut d, transfer, &stream)
+            .unwrap();
+        (out.to_vec().unwrap(), plan)
+    };
+    let (want, plan) = run(WeightMemory::Device(&device), Transfer::Resident);
+    assert_eq!(plan.couriers, 0);
+    assert!(want.iter().all(|x| x.is_finite()));
+    for _ in 0..5 {
+        let (got, plan) = run(WeightMemory::Pinned(&pinned), Transfer::Direct);
+        assert!(plan.couriers > 0, "{plan}");
+        bits_equal("relay", &got, &want, n).unwrap_or_else(|m| panic!("{m}"));
+    }
+}
+
+/// Output of more than 2^31 elements: offsets of rows need 64 bits.
+#[test]
+fn output_past_2_31_elements() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let (experts, m, n, k) = (10, 53_000, 4096, 64);
+    let rows = experts * m;
+    assert!(rows * n > 1 << 31);
+    let some = rounded_to_bf16(&matrix(Pattern::Gaussian, 1, 1009, k));
+    let a_value = |row: usize, i: usize| some[row % 1009 * k + i];
+    let b_values = rounded_to_bf16(&matrix(Pattern::Gaussian, 2, experts * n, k));
+    let a: Vec<bf16> = (0..rows)
+        .flat_map(|row| (0..k).map(move |i| (row, i)))
+        .map(|(row, i)| bf16::from_f32(a_value(row, i)))
+        .collect();
+    let a = DeviceBuffer::from_slice(&gpu, &a).unwrap();
+    let bytes: Vec<u8> = b_values
+        .iter()
+        .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+        .collect();
+    let device = DeviceBuffer::from_slice(&gpu, &bytes).unwrap();
+    let memory = WeightMemory::Device(&device);
+    let b = Weights::new(memory, WeightFormat::Bf16, experts, n, k, None).unwrap();
+    let a = Activations::Bf16(DeviceMatrix::new(&a, rows, k, k).unwrap());
+    let groups: Vec<GroupRange> = (0..experts)
+        .map(|weight| GroupRange {
+            weight,
+            start: weight * m,
+            end: (weight + 1) * m,
+        })
+        .collect();
+    let mut out = DeviceBuffer::<bf16>::alloc(&gpu, rows * n).unwrap();
+    out.fill_bytes(0xff).unwrap();
+    let mut d = Output::Bf16(DeviceMatrixMut::new(&mut out, rows, n, n).unwrap());
+    let mut gemm = GroupedGemm::new(&gpu);
+    gemm.run(&a, &b, &groups, &mut d, Transfer::Resident, &stream)
+        .unwrap();
+    let mut got = vec![bf16::NAN; n];
+    for row in [0, m - 1, m, (1 << 31) / n - 1, (1 << 31) / n, rows - 1] {
+        out.copy_to_host_at(row * n, &mut got).unwrap();
+        for (column, got) in got.iter().enumerate() {
+            let weights = &b_values[(row / m * n + column) * k..][..k];
+            let terms = weights
+                .iter()
+                .enumerate()
+                .map(|(i, &w)| f64::from(a_value(row, i)) * f64::from(w));
+            let (want, size) = terms.fold((0.0, 0.0), |(s, z), x| (s + x, z + x.abs()));
+            let bound = want.abs() * 0.004 + size * 1e-6;
+            let within = (got.to_f64() - want).abs() <= bound; // false for NaN
+            assert!(within, "[{row}, {column}]: {got}, expected {want}");
+        }
+    }
+}
+
+/// A bank of 512 experts of more than 2^31 elements: offsets of weights and scales.
+#[test]
+fn weights_past_2_31_elements() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let (experts, n, k) = (512, 2056, 2048);
+    assert!(experts * n * k > 1 << 31);
+    // Expert e takes its weights from 16 e on: all differ.
+    let base: Vec<u8> = int8_codes(1, n * k + 16 * experts)
+        .iter()
+        .map(|&x| x as u8)
+        .collect();
+    let mut device = DeviceBuffer::<u8>::alloc(&gpu, experts * n * k).unwrap();
+    for e in 0..experts {
+        device
+            .copy_from_host_at(e * n * k, &base[16 * e..][..n * k])
+            .unwrap();
+    }
+    let b_scales: Vec<f32> = (0..experts * n).map(|i| (i % 977 + 1) as f32).collect();
+    let a: Vec<i8> = int8_codes(2, experts * k);
+    let (a_codes, a_scales, scales) = (
+        DeviceBuffer::from_slice(&gpu, &a).unwrap(),
+        DeviceBuffer::from_slice(&gpu, &vec![0.5f32; experts]).unwrap(),
+        DeviceBuffer::from_slice(&gpu, &b_scales).unwrap(),
+    );
+    let b = Weights::new(
+        WeightMemory::Device(&device),
+        WeightFormat::Int8PerRow,
+        experts,
+        n,
+        k,
+        Some(DeviceMatrix::new(&scales, experts * n, 1, 1).unwrap()),
+    );
+    let a_view = Activations::Int8 {
+        codes: DeviceMatrix::new(&a_codes, experts, k, k).unwrap(),
+        scales: DeviceMatrix::new(&a_scales, experts, 1, 1).unwrap(),
+    };
+    let groups: Vec<GroupRange> = (0..experts)
+        .map(|e| GroupRange {
+            weight: e,
+            start: e,
+            end: e + 1,
+        })
+        .collect();
+    let mut out = DeviceBuffer::<f32>::alloc(&gpu, experts * n).unwrap();
+    out.fill_bytes(0xff).unwrap();
+    let mut d = Output::F32(DeviceMatrixMut::new(&mut out, experts, n, n).unwrap());
+    let mut gemm = GroupedGemm::new(&gpu);
+    gemm.run(
+        &a_view,
+        &b.unwrap(),
+        &groups,
+        &mut d,
+        Transfer::Resident,
+        &stream,
+    )
+    .unwrap();
+    let out = out.to_vec().unwrap();
+    for e in [0, 1, 255, 509, 510, 511] {
+        for column in 0..n {
+            let weights = &base[16 * e + column * k..][..k];
+            let sum: i32 = a[e * k..][..k]
+                .iter()
+                .zip(weights)
+                .map(|(&x, &w)| i32::from(x) * i32::from(w as i8))
+                .sum();
+            let want = sum as f32 * (0.5 * b_scales[e * n + column]);
+            assert_eq!(out[e * n + column], want, "expert {e} column {column}");
+        }
+    }
+}
+
+/// A recorded graph computes whatever the list of groups says when it is replayed, skips
+/// groups that do not exist, and leaves other rows alone.
+#[test]
+fn graphs_replay_with_other_groups() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let stream = Stream::new(&gpu).unwrap();
+    let lists = [
+        vec![
+            [3, 140, 1, 0],
+            [140, 141, 0, 0],
+            [0, 0, 2, 0],
+            [200, 390, 3, 0],
+        ],
+        // A sentinel, a weight that does not exist, rows that do not exist.
+        vec![
+            [0, 5, u32::MAX, 0],
+            [5, 9, 4, 0],
+            [395, 401, 0, 0],
+            [10, 400, 2, 0],
+        ],
+        vec![[0, 0, 0, 0]; 4],
+    ];
+    let case = |list: &[[u32; 4]]| {
+        let mut case = Case::new(WeightFormat::Bf16, &[100; 4], 264, 320, 0);
+        case.groups = list
+            .iter()
+            .filter(|[start, end, weight, _]| start < end && *end <= 400 && *weight < 4)
+            .map(|&[start, end, weight, _]| GroupRange {
+                weight: weight as usize,
+                start: start as usize,
+                end: end as usize,
+            })
+            .collect();
+        case
+    };
+    let (n, k, rows) = (264, 320, 400);
+    let first = case(&lists[0]);
+    let (codes, _) = first.device_bytes();
+    let device = DeviceBuffer::from_slice(&gpu, &codes).unwrap();
+    let mut pinned = PinnedBuffer::alloc(&gpu, codes.len()).unwrap();
+    pinned.as_mut_slice()[..codes.len()].copy_from_slice(&codes);
+    let values: Vec<bf16> = first.a.iter().map(|&x| bf16::from_f32(x)).collect();
+    let values = DeviceBuffer::from_slice(&gpu, &values).unwrap();
+    let a = Activations::Bf16(DeviceMatrix::new(&values, rows, k, k).unwrap());
+    let stride = n + GUARD_COLUMNS;
+    for (memory, transfer) in [
+        (WeightMemory::Device(&device), Transfer::Resident),
+        (WeightMemory::Pinned(&pinned), Transfer::Direct),
+    ] {
+        let mut words = DeviceBuffer::from_slice(&gpu, lists[0].as_flattened()).unwrap();
+        let mut out = DeviceBuffer::<f32>::alloc(&gpu, rows * stride).unwrap();
+        let mut gemm = GroupedGemm::new(&gpu);
+        let b = Weights::new(memory, WeightFormat::Bf16, 4, n, k, None).unwrap();
+        let mut enqueue =
+            |words: &DeviceBuffer<u32>, out: &mut DeviceBuffer<f32>, stream: &Stream| {
+                let groups = DeviceGroups::new(words, 4, 200)?;
+                let mut d = Output::F32(DeviceMatrixMut::new(out, rows, n, stride)?);
+                // SAFETY: everything lives until the end of the test's loop, after a wait.
+                unsafe { gemm.enqueue_listed(&a, &b, &groups, &mut d, transfer, stream) }
+            };
+        // The first call allocates, which a recording cannot.
+        enqueue(&words, &mut out, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let graph = stream
+            .capture(|stream| enqueue(&words, &mut out, stream).map(drop))
+            .unwrap();
+        for list in lists.iter().chain(&lists) {
+            words.copy_from_host_at(0, list.as_flattened()).unwrap();
+            out.fill_bytes(0xff).unwrap();
+            // SAFETY: what was recorded is still there.
+            unsafe { graph.launch(&stream).unwrap() };
+            stream.synchronize().unwrap();
+            let got = out.to_vec().unwrap();
+            case(list).check(&format!("{transfer} graph"), &got, false);
+        }
     }
 }
 

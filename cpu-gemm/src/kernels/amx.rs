@@ -270,7 +270,7 @@ mod instructions {
 
     /// Runs `body` compiled for AVX-512 around tile products, with the tiles configured.
     pub(in crate::kernels) fn run<B: Body>(token: Amx, body: B) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512bf16")]
         fn inner<B: Body>(token: Amx, body: B) {
             body.run(Tiles(token));
         }

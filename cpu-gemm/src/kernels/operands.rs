@@ -256,17 +256,14 @@ pub(crate) fn prefetch_share<R: Recipe, M: Multiply>(
     part: usize,
     parts: usize,
 ) {
-    const LINE: usize = 64;
     if M::LAYOUT != TokenLayout::Tiles {
         return;
     }
-    let lines_of_unit = TOKENS * R::X_UNIT_BYTES / LINE;
-    let lines = units.len() * lines_of_unit;
-    let total = lines * groups.len();
-    for line in part * total / parts..(part + 1) * total / parts {
-        let (group, line) = (&groups[line / lines], line % lines);
-        let offset = (units.start * lines_of_unit + line) * LINE;
-        prefetch(group.bytes.as_ptr().wrapping_add(offset));
+    let unit_bytes = TOKENS * R::X_UNIT_BYTES;
+    let (start, bytes) = (units.start * unit_bytes, units.len() * unit_bytes);
+    for group in groups {
+        let share = part * bytes / parts..(part + 1) * bytes / parts;
+        prefetch_bytes(&group.bytes[start..][share]);
     }
 }
 

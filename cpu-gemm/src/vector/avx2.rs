@@ -211,7 +211,7 @@ impl Vector for Avx2Vector {
     }
 
     #[inline(always)]
-    fn from_bits(self, x: I) -> F {
+    fn as_float(self, x: I) -> F {
         // SAFETY: the features were detected, as the value proves.
         unsafe { [_mm256_castsi256_ps(x[0]), _mm256_castsi256_ps(x[1])] }
     }
@@ -227,6 +227,22 @@ impl Vector for Avx2Vector {
                 out.as_mut_ptr().cast(),
                 _mm256_permute4x64_epi64::<0b11_01_10_00>(packed),
             );
+        }
+    }
+
+    #[inline(always)]
+    fn store_bytes(self, x: I, out: &mut Lanes<u8>) {
+        // SAFETY: the features were detected, as the value proves; the lanes are as long as the
+        // register, and no alignment is needed.
+        unsafe {
+            // Quarters of the halves alternate after packing.
+            let halves = _mm256_packs_epi32(x[0], x[1]);
+            let halves = _mm256_permute4x64_epi64::<0b11_01_10_00>(halves);
+            let bytes = _mm_packs_epi16(
+                _mm256_castsi256_si128(halves),
+                _mm256_extracti128_si256::<1>(halves),
+            );
+            _mm_storeu_si128(out.as_mut_ptr().cast(), bytes);
         }
     }
 }

@@ -181,7 +181,7 @@ impl Vector for Avx512Vector {
     }
 
     #[inline(always)]
-    fn from_bits(self, x: I) -> F {
+    fn as_float(self, x: I) -> F {
         // SAFETY: the features were detected, as the value proves.
         unsafe { _mm512_castsi512_ps(x) }
     }
@@ -192,5 +192,12 @@ impl Vector for Avx512Vector {
         unsafe {
             _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(x));
         }
+    }
+
+    #[inline(always)]
+    fn store_bytes(self, x: I, out: &mut Lanes<u8>) {
+        // SAFETY: the features were detected, as the value proves; the lanes are as long as the
+        // register, and no alignment is needed.
+        unsafe { _mm_storeu_si128(out.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x)) }
     }
 }

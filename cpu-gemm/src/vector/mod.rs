@@ -64,8 +64,10 @@ pub(crate) trait Vector: Copy {
     /// Towards zero; what is no i32 gives some value.
     fn to_int(self, x: Self::F) -> Self::I;
     fn bits(self, x: Self::F) -> Self::I;
-    fn from_bits(self, x: Self::I) -> Self::F;
+    fn as_float(self, x: Self::I) -> Self::F;
 
+    /// The lowest byte of each lane, whose value it holds as i8.
+    fn store_bytes(self, x: Self::I, out: &mut Lanes<u8>);
     /// The lower half of each lane.
     fn store_halves(self, x: Self::I, out: &mut Lanes<u16>);
 }
@@ -94,7 +96,7 @@ pub(crate) trait VectorMath: Vector {
             p = self.fma(p, r, self.splat(*coefficient));
         }
         let exponent = self.add_int(self.to_int(n), self.splat_int(127));
-        self.mul(p, self.from_bits(self.shift_left::<23>(exponent)))
+        self.mul(p, self.as_float(self.shift_left::<23>(exponent)))
     }
 
     /// `activation::swish`.
@@ -167,3 +169,6 @@ impl FromLanes for bf16 {
         v.store_halves(v.encode_bf16(x), bytemuck::cast_mut(out));
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -159,12 +159,17 @@ impl Vector for PlainVector {
     }
 
     #[inline(always)]
-    fn from_bits(self, x: Lanes<u32>) -> Lanes<f32> {
+    fn as_float(self, x: Lanes<u32>) -> Lanes<f32> {
         bytemuck::cast(x)
     }
 
     #[inline(always)]
     fn store_halves(self, x: Lanes<u32>, out: &mut Lanes<u16>) {
         *out = zip(x, x, |x, _| x as u16);
+    }
+
+    #[inline(always)]
+    fn store_bytes(self, x: Lanes<u32>, out: &mut Lanes<u8>) {
+        *out = zip(x, x, |x, _| x as u8);
     }
 }

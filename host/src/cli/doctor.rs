@@ -214,8 +214,7 @@ fn kernels(engine: &Engine, unusable: Option<&str>) -> Vec<KernelChoice> {
 
 #[cfg(feature = "cuda")]
 fn gpu_kernels(format: WeightFormat) -> Vec<GpuKernel> {
-    use asym_gemm_kernels_gpu::gemm::{Operands, kernel_name};
-    use asym_gemm_kernels_gpu::tile::{M64N256, M128N128};
+    use asym_gemm_kernels_gpu::gemm::{Operands, choose_tile, kernel_name};
     let operands: &[(Operands, &str)] = match format {
         WeightFormat::Bf16 => &[(Operands::Bf16, "gate, up and down")],
         WeightFormat::Int8PerRow => &[
@@ -225,10 +224,10 @@ fn gpu_kernels(format: WeightFormat) -> Vec<GpuKernel> {
         WeightFormat::Int8Block128 => &[(Operands::Int8Blocks, "gate, up and down")],
         WeightFormat::Fp8Block128 => &[],
     };
-    let tiles = [(M64N256, "up to 64"), (M128N128, "more than 64")];
     let mut kernels = Vec::new();
     for &(operands, product) in operands {
-        for (tile, rows_of_largest_expert) in tiles {
+        for (rows, rows_of_largest_expert) in [(64, "up to 64"), (65, "more than 64")] {
+            let tile = choose_tile(operands, rows);
             kernels.extend(kernel_name(operands, tile).map(|name| GpuKernel {
                 name,
                 product,

@@ -185,6 +185,28 @@ impl<T: Pod> DeviceBuffer<T> {
         self.wait_for(stream)
     }
 
+    /// Starts to set every byte to `value`, in stream order.
+    ///
+    /// # Errors
+    ///
+    /// [`DriverError::Cuda`] if the driver refuses.
+    ///
+    /// # Safety
+    ///
+    /// Until it is done, the buffer is not dropped, nor used in another order than streams
+    /// and events establish.
+    pub unsafe fn fill_bytes_async(&self, value: u8, stream: &Stream) -> Result<(), DriverError> {
+        if self.byte_len() == 0 {
+            return Ok(());
+        }
+        let _current = self.context.enter()?;
+        let driver = self.context.driver;
+        let (bytes, stream) = (self.byte_len(), stream.as_raw());
+        // SAFETY: the buffer has this many bytes; the caller keeps it.
+        let code = unsafe { (driver.api.mem_set)(self.pointer, value, bytes, stream) };
+        driver.check("cuMemsetD8Async", code)
+    }
+
     /// Starts to overwrite the elements from `offset` on with `values`, in stream order.
     ///
     /// # Errors

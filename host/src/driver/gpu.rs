@@ -355,6 +355,22 @@ impl Gpu {
         if let Some(module) = modules.get(family) {
             return Ok(Arc::clone(module));
         }
+        let module = Arc::new(KernelModule::load(self, self.text(family)?)?);
+        modules.insert(family.to_owned(), Arc::clone(&module));
+        Ok(module)
+    }
+
+    /// Whether a family's kernels are for this device and driver; nothing is compiled.
+    ///
+    /// # Errors
+    ///
+    /// As [`Gpu::module`], but for what only the compiler finds.
+    pub fn check_module(&self, family: &str) -> Result<(), DriverError> {
+        KernelModule::check_version(self, self.text(family)?)
+    }
+
+    /// The embedded PTX of a family for this device.
+    fn text(&self, family: &str) -> Result<&'static str, DriverError> {
         let texts = ptx::embedded(family);
         if texts.is_empty() {
             return Err(invalid(
@@ -366,9 +382,7 @@ impl Gpu {
         let capability = self.compute_capability();
         let chosen = ptx::choose(capability, &targets)
             .ok_or_else(|| ptx::unsupported(self.name(), capability, family, &targets))?;
-        let module = Arc::new(KernelModule::load(self, texts[chosen].1)?);
-        modules.insert(family.to_owned(), Arc::clone(&module));
-        Ok(module)
+        Ok(texts[chosen].1)
     }
 }
 

@@ -8,6 +8,7 @@ use super::module::Kernel;
 use super::stream::RawStream;
 
 // CUlaunchAttributeID values (cuda.h).
+const COOPERATIVE: c_uint = 2;
 const CLUSTER_DIMENSION: c_uint = 4;
 const PROGRAMMATIC_STREAM_SERIALIZATION: c_uint = 6;
 
@@ -23,6 +24,9 @@ pub struct LaunchConfig {
     /// Blocks of a cluster in x, y, z, if chosen at launch; needs sm_90. A kernel that
     /// declares its cluster in PTX needs none.
     pub cluster: Option<(u32, u32, u32)>,
+    /// All blocks of the grid are on the GPU at once, or the launch is refused: for kernels
+    /// whose blocks wait for each other.
+    pub cooperative: bool,
     /// Lets the kernel start while the one before it in the stream still runs; it must
     /// then wait for it itself (`griddepcontrol.wait`). Needs sm_90.
     pub overlap_previous: bool,
@@ -36,6 +40,7 @@ impl LaunchConfig {
             block,
             shared_bytes,
             cluster: None,
+            cooperative: false,
             overlap_previous: false,
         }
     }
@@ -203,16 +208,21 @@ impl Kernel {
 }
 
 impl LaunchConfig {
-    fn attributes(&self) -> ([LaunchAttributeRaw; 2], c_uint) {
+    fn attributes(&self) -> ([LaunchAttributeRaw; 3], c_uint) {
         let mut list = [LaunchAttributeRaw {
             id: 0,
             padding: 0,
             value: [0; 16],
-        }; 2];
+        }; 3];
         let mut count = 0;
         if let Some((x, y, z)) = self.cluster {
             list[count].id = CLUSTER_DIMENSION;
             list[count].value[..3].copy_from_slice(&[x, y, z]);
+            count += 1;
+        }
+        if self.cooperative {
+            list[count].id = COOPERATIVE;
+            list[count].value[0] = 1;
             count += 1;
         }
         if self.overlap_previous {
@@ -248,13 +258,15 @@ mod tests {
         assert_eq!(plain.attributes().1, 0);
         let full = LaunchConfig {
             cluster: Some((2, 1, 1)),
+            cooperative: true,
             overlap_previous: true,
             ..plain
         };
         let (list, count) = full.attributes();
-        assert_eq!(count, 2);
+        assert_eq!(count, 3);
         assert_eq!((list[0].id, &list[0].value[..4]), (4, &[2, 1, 1, 0][..]));
-        assert_eq!((list[1].id, &list[1].value[..2]), (6, &[1, 0][..]));
+        assert_eq!((list[1].id, &list[1].value[..2]), (2, &[1, 0][..]));
+        assert_eq!((list[2].id, &list[2].value[..2]), (6, &[1, 0][..]));
     }
 
     #[test]

@@ -49,15 +49,8 @@ impl KernelModule {
     /// [`DriverError::DriverTooOld`] if the text's ISA version is newer than the driver,
     /// [`DriverError::Cuda`] with the compiler's log if it refuses the text.
     pub fn load(gpu: &Gpu, text: &str) -> Result<Self, DriverError> {
+        Self::check_version(gpu, text)?;
         let driver = gpu.context().driver;
-        let too_old = |needed| DriverError::DriverTooOld {
-            driver: driver.version(),
-            needed,
-        };
-        let needed = ptx::isa_version(text).map(ptx::driver_for_isa);
-        if let Some(needed) = needed.filter(|&needed| needed > driver.version()) {
-            return Err(too_old(needed));
-        }
         let image = CString::new(text)
             .map_err(|_| invalid("KernelModule::load", "the PTX text holds a NUL byte"))?;
 
@@ -92,7 +85,10 @@ impl KernelModule {
         };
         if code == CUDA_ERROR_UNSUPPORTED_PTX_VERSION {
             let (major, minor) = driver.version();
-            return Err(too_old(needed.unwrap_or((major, minor + 1))));
+            return Err(DriverError::DriverTooOld {
+                driver: (major, minor),
+                needed: needed_driver(text).unwrap_or((major, minor + 1)),
+            });
         }
         driver.check_with_log("cuModuleLoadDataEx", code, || log_text(&errors))?;
         let info = log_text(&info);
@@ -104,6 +100,15 @@ impl KernelModule {
             raw,
             max_shared_bytes: gpu.max_shared_bytes(),
         })
+    }
+
+    /// Whether the driver knows the text's ISA version.
+    pub(super) fn check_version(gpu: &Gpu, text: &str) -> Result<(), DriverError> {
+        let driver = gpu.driver_version();
+        match needed_driver(text) {
+            Some(needed) if needed > driver => Err(DriverError::DriverTooOld { driver, needed }),
+            _ => Ok(()),
+        }
     }
 
     /// The kernel of this name. The handle keeps the module loaded.
@@ -240,6 +245,11 @@ impl Kernel {
         };
         driver.check("cuFuncSetAttribute", code)
     }
+}
+
+/// The CUDA version of the first driver that can read a PTX text, if it names an ISA version.
+fn needed_driver(text: &str) -> Option<(u32, u32)> {
+    ptx::isa_version(text).map(ptx::driver_for_isa)
 }
 
 /// The text that the driver's compiler left in a zero-filled buffer.

@@ -120,6 +120,28 @@ mod tests {
     }
 
     #[test]
+    fn each_family_has_the_kernels_of_its_operands_and_no_others() {
+        use asym_gemm_kernels_gpu::gemm::{Operands, choose_tile, kernel_name};
+        for operands in Operands::ALL {
+            let texts = embedded(operands.family());
+            assert!(!texts.is_empty(), "{operands:?}");
+            for (target, text) in texts {
+                let mut names = [64, 65].map(|rows| {
+                    kernel_name(operands, choose_tile(operands, rows)).expect("a kernel")
+                });
+                names.sort_unstable();
+                let mut found: Vec<&str> = text
+                    .split(".entry ")
+                    .skip(1)
+                    .filter_map(|rest| rest.split('(').next())
+                    .collect();
+                found.sort_unstable();
+                assert_eq!(found, names, "{operands:?} for {target}");
+            }
+        }
+    }
+
+    #[test]
     fn each_device_gets_the_best_target_that_runs_on_it() {
         let both = ["sm_80", "sm_90a"];
         let expected = [

@@ -1,15 +1,10 @@
 //! Borrowed views of the operands, checked when they are made.
 
 use super::GemmError;
+use super::format::{MatrixFormat, check_scales};
 use crate::driver::{DeviceBuffer, Gpu, PinnedBuffer};
-use asym_gemm_formats::WeightFormat;
-use asym_gemm_formats::int8::BLOCK;
 use bytemuck::Pod;
 use half::bf16;
-
-/// Elements from one row of weight scales to the next: the kernels address the 128 rows of
-/// a warpgroup by 32-bit byte offsets.
-const MAX_SCALE_STRIDE: usize = (u32::MAX as usize + 1) / (128 * size_of::<f32>()) / 2;
 
 /// A row-major matrix in device memory.
 #[derive(Clone, Copy, Debug)]
@@ -123,6 +118,14 @@ pub enum Activations<'a> {
         /// f32 scales.
         scales: DeviceMatrix<'a, f32>,
     },
+    /// fp8 e4m3 codes with scales [M, 1] (per token), [1, 1] (per tensor) or
+    /// [M, ceil(K / 128)] (blocks).
+    Fp8 {
+        /// [M, K].
+        codes: DeviceMatrix<'a, u8>,
+        /// f32 scales.
+        scales: DeviceMatrix<'a, f32>,
+    },
 }
 
 impl Activations<'_> {
@@ -133,6 +136,10 @@ impl Activations<'_> {
                 codes.check_on(gpu, "A")?;
                 scales.check_on(gpu, "A scales")
             }
+            Self::Fp8 { codes, scales } => {
+                codes.check_on(gpu, "A")?;
+                scales.check_on(gpu, "A scales")
+            }
         }
     }
 
@@ -140,6 +147,7 @@ impl Activations<'_> {
         match self {
             Self::Bf16(m) => m.rows(),
             Self::Int8 { codes, .. } => codes.rows(),
+            Self::Fp8 { codes, .. } => codes.rows(),
         }
     }
 
@@ -147,6 +155,24 @@ impl Activations<'_> {
         match self {
             Self::Bf16(m) => m.columns(),
             Self::Int8 { codes, .. } => codes.columns(),
+            Self::Fp8 { codes, .. } => codes.columns(),
+        }
+    }
+
+    /// Address of the first element and bytes from one row to the next.
+    pub(super) fn place(&self) -> (u64, usize) {
+        match self {
+            Self::Bf16(m) => (m.address(), m.stride() * 2),
+            Self::Int8 { codes, .. } => (codes.address(), codes.stride()),
+            Self::Fp8 { codes, .. } => (codes.address(), codes.stride()),
+        }
+    }
+
+    /// The scales, if the format has any.
+    pub(super) fn scales(&self) -> Option<&DeviceMatrix<'_, f32>> {
+        match self {
+            Self::Bf16(_) => None,
+            Self::Int8 { scales, .. } | Self::Fp8 { scales, .. } => Some(scales),
         }
     }
 }
@@ -164,7 +190,7 @@ pub enum WeightMemory<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Weights<'a> {
     pub(crate) memory: WeightMemory<'a>,
-    pub(crate) format: WeightFormat,
+    pub(crate) format: MatrixFormat,
     pub(crate) count: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
@@ -174,20 +200,20 @@ pub struct Weights<'a> {
 impl<'a> Weights<'a> {
     /// `count` matrices of `n` rows of `k` elements of `format`.
     ///
-    /// `scales`, on the device: none for bf16; [count * n, 1] for int8 per row;
-    /// [count * n, ceil(k / 128)] for int8 blocks.
+    /// `scales`, on the device, have one of [`MatrixFormat::scale_shapes`].
     ///
     /// # Errors
     /// If the memory is too short, the scales do not fit, a dimension is 0, or rows are not
     /// a multiple of 16 bytes (TMA's requirement).
     pub fn new(
         memory: WeightMemory<'a>,
-        format: WeightFormat,
+        format: impl Into<MatrixFormat>,
         count: usize,
         n: usize,
         k: usize,
         scales: Option<DeviceMatrix<'a, f32>>,
     ) -> Result<Self, GemmError> {
+        let format = format.into();
         let what = "weights";
         let have = match memory {
             WeightMemory::Pinned(buffer) => buffer.len(),
@@ -211,36 +237,7 @@ impl<'a> Weights<'a> {
                 ),
             });
         }
-        let blocks = match format {
-            WeightFormat::Bf16 => None,
-            WeightFormat::Int8PerRow => Some(1),
-            WeightFormat::Int8Block128 => Some(k.div_ceil(BLOCK)),
-            WeightFormat::Fp8Block128 => {
-                return Err(GemmError::Unsupported {
-                    what,
-                    reason: format!("no GPU kernels for {format}; use bf16 or int8"),
-                });
-            }
-        };
-        let found = scales.map(|s| (s.rows(), s.columns()));
-        if found != blocks.map(|b| (count * n, b)) {
-            return Err(GemmError::Shape {
-                what: "weight scales",
-                reason: format!(
-                    "{format} over {count} x [{n}, {k}] needs {:?}, found {found:?}",
-                    blocks.map(|b| (count * n, b))
-                ),
-            });
-        }
-        if let Some(scales) = scales.filter(|scales| scales.stride() > MAX_SCALE_STRIDE) {
-            return Err(GemmError::Unsupported {
-                what: "weight scales",
-                reason: format!(
-                    "rows are {} elements apart; at most {MAX_SCALE_STRIDE} are possible",
-                    scales.stride()
-                ),
-            });
-        }
+        check_scales(format, scales.as_ref(), count, n, k)?;
         Ok(Self {
             memory,
             format,

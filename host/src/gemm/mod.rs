@@ -5,14 +5,20 @@
 //! that prints) and runs it. Nothing is written outside the groups' rows and D's columns.
 
 mod error;
+mod format;
 mod grouped;
+mod groups;
 mod launch;
 mod matrix;
 mod plan;
+mod problem;
+mod relay;
 
 pub use error::GemmError;
-pub(crate) use grouped::tiles;
-pub use grouped::{GroupRange, GroupedGemm};
+pub use format::MatrixFormat;
+pub use grouped::GroupedGemm;
+pub(crate) use groups::tiles;
+pub use groups::{DeviceGroups, GroupRange};
 pub(crate) use launch::{Launch, Launcher, map_a, map_expert};
 pub use matrix::{Activations, DeviceMatrix, DeviceMatrixMut, Output, WeightMemory, Weights};
-pub use plan::{Plan, choose_tile};
+pub use plan::Plan;

@@ -1,7 +1,7 @@
 //! What a grouped GEMM will do, as a value that prints.
 
+use super::{GemmError, WeightMemory};
 use crate::transfer::Transfer;
-use asym_gemm_kernels_gpu::tile::{M64N256, M128N128, Tile};
 
 /// Kernel, tile and transfer of a call, and why.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -14,6 +14,8 @@ pub struct Plan {
     pub transfer_source: &'static str,
     /// Copies through the ring.
     pub chunks: usize,
+    /// Blocks that relay weights from host memory to the others; 0 if each loads its own.
+    pub couriers: u32,
     /// Weight bytes that cross the link (or, resident, are read from HBM).
     pub weight_bytes: usize,
 }
@@ -26,6 +28,7 @@ impl Plan {
             transfer,
             transfer_source: "no rows",
             chunks: 0,
+            couriers: 0,
             weight_bytes: 0,
         }
     }
@@ -35,33 +38,42 @@ impl std::fmt::Display for Plan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{}, {} ({}), {} chunks, {:.1} MB of weights",
+            "{}, {} ({}), {} chunks, {} couriers, {:.1} MB of weights",
             self.kernel,
             self.transfer,
             self.transfer_source,
             self.chunks,
+            self.couriers,
             self.weight_bytes as f64 / 1e6
         )
     }
 }
 
-/// The tile for groups of at most `max_rows` rows: up to 64 rows the weights are read once
-/// and no row tile is half empty.
-pub fn choose_tile(max_rows: usize) -> Tile {
-    if max_rows <= M64N256.m as usize {
-        M64N256
-    } else {
-        M128N128
-    }
-}
-
-/// The transfer for weights in pinned memory.
+/// The transfer for weights in `memory`, and where the choice came from.
 ///
-/// Direct reads fetch an expert once for each row tile, so they are right only where the
-/// caller asks for them or nothing else is possible; the copy engine is faster over PCIe.
-pub(super) fn choose_transfer(requested: Transfer) -> (Transfer, &'static str) {
-    match requested {
-        Transfer::Auto => (Transfer::Staged, "default for pinned host memory"),
-        other => (other, "requested"),
-    }
+/// Over PCIe the copy engine is faster than reads by the SMs, so those are for callers that
+/// ask for them.
+///
+/// # Errors
+/// If the weights cannot come that way from where they are.
+pub(super) fn choose_transfer(
+    requested: Transfer,
+    memory: WeightMemory<'_>,
+) -> Result<(Transfer, &'static str), GemmError> {
+    let place = match (requested, memory) {
+        (Transfer::Auto, WeightMemory::Pinned(_)) => {
+            return Ok((Transfer::Staged, "default for pinned host memory"));
+        }
+        (Transfer::Auto, WeightMemory::Device(_)) => {
+            return Ok((Transfer::Resident, "weights are on the device"));
+        }
+        (Transfer::Staged | Transfer::Direct, WeightMemory::Pinned(_))
+        | (Transfer::Resident, WeightMemory::Device(_)) => return Ok((requested, "requested")),
+        (_, WeightMemory::Pinned(_)) => "in pinned host memory",
+        (_, WeightMemory::Device(_)) => "on the device",
+    };
+    Err(GemmError::Unsupported {
+        what: "transfer",
+        reason: format!("{requested} is not possible for weights {place}"),
+    })
 }

@@ -18,7 +18,7 @@ use crate::driver::Gpu;
 use crate::moe::gpu_block::GpuBlock;
 #[cfg(feature = "cuda")]
 use crate::transfer::Transfer;
-use asym_gemm_cpu::{Combine, Engine, ExpertGroup, ExpertSource, combine};
+use asym_gemm_cpu::{Combine, Engine, ExpertGroup, ExpertSource, Slots, combine};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::{Activation, swish};
 use asym_gemm_formats::bank::{BankGeometry, Projection};
@@ -409,11 +409,15 @@ impl MoeBlock {
     }
 
     fn forward_cpu(&self, f: &Forward<'_>) -> Result<(Vec<f32>, ForwardReport), MoeError> {
-        let hidden = self.hidden();
-        let mut y = vec![0.0; f.packed.rows * hidden];
-        self.cpu_experts(f, &f.packed.groups, &mut y)?;
-        let shared = self.cpu_shared(f)?;
-        let out = self.combine(f, &y, shared.as_deref())?;
+        let out = match self.cpu_shared(f)? {
+            // Experts and their weighted sums in one parallel region.
+            None => self.cpu_layer(f)?,
+            shared => {
+                let mut y = vec![0.0; f.packed.rows * self.hidden()];
+                self.cpu_experts(f, &f.packed.groups, &mut y)?;
+                self.combine(f, &y, shared.as_deref())?
+            }
+        };
         let used = f.packed.groups.len();
         Ok((out, self.report(Backend::Cpu, self.cpu_kernel(), used, 0)))
     }
@@ -433,18 +437,31 @@ impl MoeBlock {
         groups: &[GroupRange],
         y: &mut [f32],
     ) -> Result<(), MoeError> {
-        let tokens: Vec<u32> = f.packed.source_token.iter().map(|&t| t as u32).collect();
-        let groups: Vec<ExpertGroup<'_>> = groups
-            .iter()
-            .map(|g| ExpertGroup {
-                expert: g.expert,
-                start: g.start,
-                tokens: &tokens[g.start..g.end],
-            })
-            .collect();
+        let tokens = packed_tokens(f);
+        let groups = expert_groups(groups, &tokens);
         Ok(self
             .cpu
             .expert_ffn(self.experts.view()?, self.activation, f.x, &groups, y)?)
+    }
+
+    /// The output [T, H] of all experts on the CPU.
+    fn cpu_layer(&self, f: &Forward<'_>) -> Result<Vec<f32>, MoeError> {
+        let tokens = packed_tokens(f);
+        let slots = Slots {
+            top_k: f.routing.top_k,
+            output_index: &f.packed.output_index,
+            weights: &f.routing.weights,
+        };
+        let mut out = vec![0.0; f.x.len()];
+        self.cpu.expert_layer(
+            self.experts.view()?,
+            self.activation,
+            f.x,
+            &expert_groups(&f.packed.groups, &tokens),
+            slots,
+            &mut out,
+        )?;
+        Ok(out)
     }
 
     /// The shared expert's rows [T, H] on the CPU.
@@ -594,4 +611,20 @@ pub(super) struct Forward<'a> {
     pub(super) packed: &'a Packed,
     /// `[T]`, empty without a shared expert.
     pub(super) shared_weights: Vec<f32>,
+}
+/// The token of each packed row.
+fn packed_tokens(f: &Forward<'_>) -> Vec<u32> {
+    f.packed.source_token.iter().map(|&t| t as u32).collect()
+}
+
+/// Ranges of packed rows as the CPU engine takes them.
+fn expert_groups<'a>(groups: &[GroupRange], tokens: &'a [u32]) -> Vec<ExpertGroup<'a>> {
+    groups
+        .iter()
+        .map(|g| ExpertGroup {
+            expert: g.expert,
+            start: g.start,
+            tokens: &tokens[g.start..g.end],
+        })
+        .collect()
 }

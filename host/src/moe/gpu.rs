@@ -12,16 +12,16 @@
 use super::layout::{GroupRange, Packed};
 use super::{ExpertBank, MoeError};
 use crate::driver::{DeviceBuffer, DriverError, Gpu, Kernel, Stream, TensorMap};
-use crate::gemm::{Launch, Launcher, choose_tile, map_a, map_expert, tiles};
+use crate::gemm::{Launch, Launcher, map_a, map_expert, tiles};
 use crate::transfer::{CHUNK_BYTES, RING_SLOTS, Ring, Transfer, chunks, ring_bytes_for};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, GATE_UP_PANELS, PANEL_ROWS, SLICE};
 use asym_gemm_kernels_gpu::args::{
-    ActivateArgs, ColumnTable, GemmArgs, Group, PackRowsArgs, gemm_flags, weight_layout,
+    ActivateArgs, ColumnTable, GemmArgs, Group, PackRowsArgs, RelayArgs, gemm_flags, weight_layout,
 };
 use asym_gemm_kernels_gpu::elementwise::{FAMILY, ROW_THREADS};
-use asym_gemm_kernels_gpu::gemm::Operands;
+use asym_gemm_kernels_gpu::gemm::{Operands, choose_tile};
 use bytemuck::Pod;
 use std::ffi::c_void;
 use std::ops::Range;
@@ -36,6 +36,7 @@ const REDUCE_BYTES: u32 = 16;
 #[derive(Debug)]
 struct Cells {
     base: u64,
+    count: usize,
     gate_up_maps: DeviceBuffer<u8>,
     down_maps: DeviceBuffer<u8>,
 }
@@ -51,6 +52,7 @@ impl Cells {
         }
         Ok(Self {
             base,
+            count,
             gate_up_maps: DeviceBuffer::from_slice(gpu, &gate_up)?,
             down_maps: DeviceBuffer::from_slice(gpu, &down)?,
         })
@@ -183,13 +185,15 @@ impl GpuExperts {
             }
         };
         let module = gpu.module(FAMILY)?;
+        let launcher = Launcher::new(gpu);
+        launcher.load(&operands(geometry.format)?)?;
         Ok(Self {
             gpu: gpu.clone(),
             transfer,
             cells: Cells::new(gpu, &geometry, base, count)?,
             bank,
             source,
-            launcher: Launcher::new(gpu),
+            launcher,
             pack: module.function(pack)?,
             activate: module.function(activate)?,
             scratch: Scratch::default(),
@@ -383,12 +387,13 @@ impl GpuExperts {
             hidden: geometry.hidden as u32,
             padded: h_pad as u32,
         };
+        let format = geometry.format.into();
         let call = Call {
             groups: group_list.as_raw(),
-            a_map: map_a(gpu, geometry.format, a.as_raw(), rows, h_pad, h_pad * es)?,
+            a_map: map_a(gpu, format, a.as_raw(), rows, h_pad, h_pad * es)?,
             a_scales: a_scales.as_raw(),
             gate_up: gate_up.as_raw(),
-            h_map: map_a(gpu, geometry.format, h.as_raw(), rows, i_pad, i_pad * es)?,
+            h_map: map_a(gpu, format, h.as_raw(), rows, i_pad, i_pad * es)?,
             h: h.as_raw(),
             h_scales: h_scales.as_raw(),
             y: y.as_raw(),
@@ -412,12 +417,8 @@ impl GpuExperts {
     ) -> Result<Vec<&'static str>, MoeError> {
         let geometry = self.bank.geometry();
         let list = &groups[piece.clone()];
-        let tile = choose_tile(
-            list.iter()
-                .map(|g| (g.end - g.start) as usize)
-                .max()
-                .unwrap_or(0),
-        );
+        let rows_of = |g: &Group| (g.end - g.start) as usize;
+        let max_rows = list.iter().map(rows_of).max().unwrap_or(0);
         let group_address = call.groups + (piece.start * size_of::<Group>()) as u64;
         let rows = list[0].start..list[list.len() - 1].end;
         let mut gate_up = gate_up_args(&geometry, &self.cells, call);
@@ -425,6 +426,7 @@ impl GpuExperts {
         for args in [&mut gate_up, &mut down] {
             args.groups = group_address;
             args.group_count = list.len() as u32;
+            args.rows = rows.end;
         }
         let [gate_up_operands, down_operands] = operands(geometry.format)?;
         let (clamped, limit, alpha) = match call.activation {
@@ -444,18 +446,23 @@ impl GpuExperts {
             alpha,
             reserved: 0,
         };
+        let tile = choose_tile(gate_up_operands, max_rows);
+        let in_host_memory = self.transfer == Transfer::Direct;
         let first = Launch {
             operands: gate_up_operands,
             tile,
             tiles: tiles(list, gate_up.n as usize, tile),
+            relayed: in_host_memory && max_rows > tile.m as usize,
             a_map: &call.a_map,
             b_map: &call.a_map,
             args: &gate_up,
         };
+        let tile = choose_tile(down_operands, max_rows);
         let second = Launch {
             operands: down_operands,
             tile,
             tiles: tiles(list, down.n as usize, tile),
+            relayed: in_host_memory && max_rows > tile.m as usize,
             a_map: &call.h_map,
             b_map: &call.h_map,
             args: &down,
@@ -465,7 +472,8 @@ impl GpuExperts {
         unsafe {
             let gate_up = self.launcher.launch(&first, stream)?;
             launch_rows(&self.activate, grid, &mut activate, stream)?;
-            Ok(vec![gate_up, self.launcher.launch(&second, stream)?])
+            let down = self.launcher.launch(&second, stream)?;
+            Ok(vec![gate_up.kernel, down.kernel])
         }
     }
 }
@@ -550,7 +558,10 @@ fn gate_up_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs
         panels_per_slice: GATE_UP_PANELS as u32,
         units_per_slice: geometry.hidden_units() as u32,
         flags: gemm_flags::D_VECTOR,
+        relay: RelayArgs::default(),
         first_weight: 0,
+        weight_end: cells.count as u32,
+        rows: 0,
         reserved: 0,
     }
 }
@@ -591,7 +602,10 @@ fn down_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs {
         panels_per_slice: geometry.down_panels() as u32,
         units_per_slice: geometry.down_units() as u32,
         flags: if vector { gemm_flags::D_VECTOR } else { 0 },
+        relay: RelayArgs::default(),
         first_weight: 0,
+        weight_end: cells.count as u32,
+        rows: 0,
         reserved: 0,
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! - **staged**: the copy engine brings them into a small ring in HBM, chunk by chunk, while
 //!   the kernels work on the chunk before; over PCIe this is the full rate of the link;
-//! - **direct**: the kernels read pinned host memory themselves; no HBM, and the only way
-//!   inside a graph without copies, at the (lower) rate of reads by the SMs, and once for
-//!   each row tile of an expert, since the L2 cache does not keep host memory;
+//! - **direct**: the kernels read pinned host memory themselves, at the (lower) rate of reads
+//!   by the SMs; the only way inside a graph, since the host need not know which experts have
+//!   rows. Each weight crosses the link once: where row tiles share it, some blocks relay it
+//!   to the others;
 //! - **resident**: the weights are in HBM already.
 
 mod chunks;

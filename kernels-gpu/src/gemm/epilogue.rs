@@ -1,255 +1,136 @@
 //! From accumulators to D: scales, bias, rounding, stores.
 //!
-//! Bounds are predicates on single instructions, not branches around them.
+//! A warp's 16 rows are its own from here on: no barrier of more than a warp. Bounds are
+//! predicates on single instructions, not branches around them.
 
-use super::scaling::Scaling;
+use super::consumer::Place;
+use super::format::{Format, Scales};
 use crate::args::{GemmArgs, gemm_flags};
 use crate::ptx::wgmma::Accumulator;
 use crate::ptx::{convert, global, shared, sync};
 use crate::schedule::TileCoord;
-use crate::tile::{STEP_BYTES, WARPGROUP_M, swizzled_chunk};
+use crate::tile::{STAGING_COLUMNS, WARP_ROWS, swizzled_chunk};
 
-/// Where one thread's accumulators lie in D.
+/// Where one warp's accumulators lie in D.
 ///
-/// Register `4j + i` is row `row[i / 2]`, column `column + 8j + i % 2`.
+/// A thread's register `4j + i` is row `lane / 4 + i / 2 * 8`, column `8j + lane % 4 * 2 + i % 2`
+/// of it.
 #[derive(Clone, Copy)]
 pub(super) struct Fragment {
-    /// First row of the warpgroup.
-    warpgroup_row: u32,
-    /// First column of the warpgroup.
-    warpgroup_column: u32,
-    rows: [u32; 2],
-    row_end: u32,
+    row: u32,
     column: u32,
-    /// Addresses of B's scale and of the bias for the warpgroup's first column: its columns
-    /// lie in one segment of the tables, so the division is done once a tile.
-    b_scales: u64,
-    bias: u64,
+    row_end: u32,
 }
 
 impl Fragment {
-    /// The fragment of `thread` (0..128) in the warpgroup at (`row`, `column`) of a tile.
+    /// The fragment of the warp at `place` in a tile.
     #[inline(always)]
-    pub(super) fn new(
-        coord: TileCoord,
-        row: u32,
-        column: u32,
-        thread: u32,
-        args: &GemmArgs,
-    ) -> Self {
-        let lane = thread % 32;
-        let warpgroup_row = coord.row + row;
-        let warpgroup_column = coord.column + column;
-        let first = warpgroup_row + thread / 32 * 16 + lane / 4;
-        // A tile's right half can lie past N: nothing of it is stored.
-        let table_column = warpgroup_column.min(args.n - 1);
+    pub(super) fn new(place: &Place, coord: &TileCoord) -> Self {
         Self {
-            warpgroup_row,
-            warpgroup_column,
-            rows: [first, first + 8],
+            row: coord.row + place.row + place.warp % 4 * WARP_ROWS,
+            column: coord.column + place.column,
             row_end: coord.row_end,
-            column: warpgroup_column + lane % 4 * 2,
-            b_scales: args.b_scales.address(coord.weight, table_column),
-            bias: args.bias.address(coord.weight, table_column),
         }
     }
 
-    /// Scales of the two rows for K block `block`; rows past the group repeat its last one.
+    /// Applies what enters at the end of K: scales of rows and columns, bias, from the tile's
+    /// values at `values` in shared memory.
     ///
     /// # Safety
-    /// `args.a_scales` must hold the block for every row of the group.
+    /// The values must be there.
     #[inline(always)]
-    pub(super) unsafe fn a_scales(&self, args: &GemmArgs, block: u32) -> [f32; 2] {
-        let load = |row: u32| {
-            let row = row.min(self.row_end - 1) as u64;
-            let index = row * args.a_scale_stride as u64 + block as u64;
-            // SAFETY: the row is inside the group, the block by the caller's promise.
-            unsafe { global::load_read_only_f32(args.a_scales + index * 4) }
-        };
-        [load(self.rows[0]), load(self.rows[1])]
-    }
-
-    /// The same fragment, in values that the compiler cannot know to be the same: what is
-    /// computed from them inside a loop stays there, and out of the registers around it.
-    #[inline(always)]
-    pub(super) fn reload(&self) -> Self {
-        Self {
-            column: convert::opaque(self.column),
-            ..*self
-        }
-    }
-
-    /// Offset in a table of the fragment's column `8j + i`, from the warpgroup's first one;
-    /// columns past N repeat the last.
-    #[inline(always)]
-    fn table_offset(&self, args: &GemmArgs, stride: u32, j: usize, i: usize) -> u64 {
-        let column = (self.column + 8 * j as u32 + i as u32).min(args.n - 1);
-        (column.saturating_sub(self.warpgroup_column) * stride) as u64
-    }
-
-    /// Address of B's scale for register column `8j + i`.
-    #[inline(always)]
-    pub(super) fn b_scale_address(&self, args: &GemmArgs, j: usize, i: usize) -> u64 {
-        self.b_scales + self.table_offset(args, args.b_scales.column_stride, j, i)
-    }
-
-    /// Address of D's f32 for register `4j + i`, and whether it exists.
-    #[inline(always)]
-    fn d_element(&self, args: &GemmArgs, j: usize, i: usize) -> (bool, u64) {
-        let row = self.rows[i / 2];
-        let column = self.column + 8 * j as u32 + (i & 1) as u32;
-        let exists = row < self.row_end && column < args.n;
-        (
-            exists,
-            args.d + (row as u64 * args.d_stride + column as u64) * 4,
-        )
-    }
-
-    /// Applies what enters at the end of K: scales of rows and columns, bias.
-    ///
-    /// # Safety
-    /// The tables of `args` must cover the group's rows and all N columns.
-    #[inline(always)]
-    pub(super) unsafe fn finish<S: Scaling>(&self, args: &GemmArgs, sums: &mut Accumulator) {
-        // SAFETY: the caller's promise covers all addresses.
+    pub(super) unsafe fn finish<F: Format, A: Accumulator>(
+        &self,
+        place: &Place,
+        args: &GemmArgs,
+        values: u32,
+        sums: &mut A,
+    ) {
+        let row = values + place.thread_row() * 4;
+        let column = values + (place.tile.m + place.thread_column()) * 4;
+        let bias = column + place.tile.n * 4;
+        // SAFETY: the caller's promise.
         unsafe {
-            if S::COLUMNS_AT_END {
-                let a_scale = if S::PER_STEP {
-                    [1.0; 2]
-                } else {
-                    self.a_scales(args, 0)
-                };
-                for j in 0..16 {
+            let mut rows = [1.0; 2];
+            if matches!(F::ROWS, Scales::End) {
+                rows = [shared::load_f32(row), shared::load_f32(row + 8 * 4)];
+            }
+            if matches!(F::COLUMNS, Scales::End) {
+                for j in 0..A::REGISTERS / 4 {
+                    let columns = shared::load_f32x2(column + j as u32 * 32);
                     for i in 0..4 {
-                        let b_scale =
-                            global::load_read_only_f32(self.b_scale_address(args, j, i & 1));
-                        let sum = sums[4 * j + i];
-                        sums[4 * j + i] = if S::PER_STEP {
-                            sum * b_scale
-                        } else {
-                            sum.to_bits() as i32 as f32 * (a_scale[i / 2] * b_scale)
+                        let value = match F::PER_STEP {
+                            true => sums.get(4 * j + i),
+                            false => F::value(sums.get(4 * j + i)),
                         };
+                        let scale = match F::ROWS {
+                            Scales::End => rows[i / 2] * columns[i % 2],
+                            _ => columns[i % 2],
+                        };
+                        sums.set(4 * j + i, value * scale);
                     }
                 }
             }
             if args.bias.base != 0 {
-                for j in 0..16 {
+                for j in 0..A::REGISTERS / 4 {
+                    let bias = shared::load_f32x2(bias + j as u32 * 32);
                     for i in 0..4 {
-                        let offset = self.table_offset(args, args.bias.column_stride, j, i & 1);
-                        sums[4 * j + i] += global::load_read_only_f32(self.bias + offset);
+                        sums.set(4 * j + i, sums.get(4 * j + i) + bias[i % 2]);
                     }
                 }
             }
         }
     }
 
-    /// Stores the sums as D's type.
+    /// Rounds the sums to bf16, to be stored later; f32 is stored at once.
     ///
     /// # Safety
-    /// All threads of the warpgroup must call it, converged; `staging` is the warpgroup's own.
+    /// Whole warps call it, converged, with D as `args` promises.
     #[inline(always)]
-    pub(super) unsafe fn store(
+    pub(super) unsafe fn output<A: Accumulator>(
         &self,
+        place: &Place,
         args: &GemmArgs,
-        sums: &Accumulator,
-        staging: u32,
-        consumer: u32,
-        thread: u32,
-    ) {
-        // SAFETY: the caller's promise; addresses come from `d_address` or are bounded alike.
-        unsafe {
-            if args.flags & gemm_flags::D_BF16 != 0 {
-                self.store_bf16(args, sums, staging, consumer, thread);
-            } else {
-                self.store_f32(args, sums);
-            }
+        sums: &A,
+    ) -> Pending<A> {
+        let mut fragment = *self;
+        if args.flags & gemm_flags::D_BF16 == 0 {
+            // SAFETY: the caller's promise.
+            unsafe { self.store_f32(place, args, sums) };
+            fragment.row_end = 0;
+        }
+        Pending {
+            fragment,
+            packed: sums.pack(),
         }
     }
 
     /// Four lanes write 32 contiguous bytes of a row: whole sectors, straight from registers.
     ///
     /// # Safety
-    /// As [`Self::store`].
+    /// As [`Self::output`].
     #[inline(always)]
-    unsafe fn store_f32(&self, args: &GemmArgs, sums: &Accumulator) {
+    unsafe fn store_f32<A: Accumulator>(&self, place: &Place, args: &GemmArgs, sums: &A) {
         let vector = args.flags & gemm_flags::D_VECTOR != 0;
-        for j in 0..16 {
-            for half in 0..2 {
-                let [low, high] = [sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]];
-                let (exists, address) = self.d_element(args, j, 2 * half);
-                let (high_exists, _) = self.d_element(args, j, 2 * half + 1);
+        let first_column = self.column + place.lane % 4 * 2;
+        for half in 0..2 {
+            let row = self.row + place.lane / 4 + half * 8;
+            let address = args.d + (row as u64 * args.d_stride + first_column as u64) * 4;
+            for j in 0..A::REGISTERS / 4 {
+                let at = 4 * j + 2 * half as usize;
+                let [low, high] = [sums.get(at).to_bits(), sums.get(at + 1).to_bits()];
+                let column = first_column + 8 * j as u32;
+                let exists = row < self.row_end && column < args.n;
+                let high_exists = row < self.row_end && column + 1 < args.n;
+                let address = address + j as u64 * 32;
                 // SAFETY: elements that exist are inside D; with D_VECTOR rows are 8-byte
                 // aligned and N is even, so that both of a pair exist or neither.
                 unsafe {
                     if vector {
-                        global::store_v2_if(exists, address, low.to_bits(), high.to_bits());
+                        global::store_v2_if(exists, address, low, high);
                     } else {
-                        global::store_if(exists, address, low.to_bits());
-                        global::store_if(high_exists, address + 4, high.to_bits());
-                    }
-                }
-            }
-        }
-    }
-
-    /// Through shared memory, so that a row's 128 bytes are written together:
-    /// 64 x 128 bf16 as two swizzled halves of 64 columns.
-    ///
-    /// # Safety
-    /// As [`Self::store`].
-    #[inline(always)]
-    unsafe fn store_bf16(
-        &self,
-        args: &GemmArgs,
-        sums: &Accumulator,
-        staging: u32,
-        consumer: u32,
-        thread: u32,
-    ) {
-        const HALF_BYTES: u32 = WARPGROUP_M * STEP_BYTES;
-        let lane = thread % 32;
-        let row = thread / 32 * 16 + lane % 16;
-        // SAFETY: staging belongs to this warpgroup; D addresses are bounded below.
-        unsafe {
-            // The last tile's reads of the staging area are done.
-            warpgroup_barrier(consumer);
-            for half in 0..2u32 {
-                for pair in 0..4u32 {
-                    let first = (half * 32 + pair * 8) as usize;
-                    let chunk = 2 * pair + lane / 16;
-                    shared::store_matrix_x4(
-                        staging + half * HALF_BYTES + swizzled_chunk(row, chunk),
-                        [
-                            convert::bf16x2(sums[first], sums[first + 1]),
-                            convert::bf16x2(sums[first + 2], sums[first + 3]),
-                            convert::bf16x2(sums[first + 4], sums[first + 5]),
-                            convert::bf16x2(sums[first + 6], sums[first + 7]),
-                        ],
-                    );
-                }
-            }
-            warpgroup_barrier(consumer);
-            let vector = args.flags & gemm_flags::D_VECTOR != 0;
-            for round in 0..8u32 {
-                // 16 lanes take the 16 chunks of one row: 256 contiguous bytes.
-                let index = round * 128 + thread;
-                let (row, chunk) = (index / 16, index % 16);
-                let d_row = self.warpgroup_row + row;
-                let column = self.warpgroup_column + chunk * 8;
-                if d_row < self.row_end && column < args.n {
-                    let source = staging + chunk / 8 * HALF_BYTES + swizzled_chunk(row, chunk % 8);
-                    let value = shared::load_v4(source);
-                    let address = args.d + (d_row as u64 * args.d_stride + column as u64) * 2;
-                    if vector {
-                        global::store_v4(address, value);
-                    } else {
-                        for i in 0..8 {
-                            if column + i < args.n {
-                                let word = value[i as usize / 2];
-                                let half = if i % 2 == 0 { word } else { word >> 16 };
-                                global::store_u16(address + i as u64 * 2, half as u16);
-                            }
-                        }
+                        global::store_if(exists, address, low);
+                        global::store_if(high_exists, address + 4, high);
                     }
                 }
             }
@@ -257,19 +138,149 @@ impl Fragment {
     }
 }
 
-/// Named barrier of one consumer warpgroup.
-///
-/// # Safety
-/// All 128 threads of the consumer arrive.
-#[inline(always)]
-unsafe fn warpgroup_barrier(consumer: u32) {
-    // SAFETY: ids 1 and 2 are used by nobody else; the id is a constant so that ptxas does
-    // not reserve all sixteen barriers.
-    unsafe {
-        if consumer == 0 {
-            sync::bar_sync::<1, 128>();
-        } else {
-            sync::bar_sync::<2, 128>();
+/// A warp's output in bf16, not yet stored.
+pub(super) struct Pending<A: Accumulator> {
+    fragment: Fragment,
+    packed: A::Packed,
+}
+
+impl<A: Accumulator> Pending<A> {
+    /// Parts that are stored one at a time.
+    const PARTS: u32 = A::COLUMNS / STAGING_COLUMNS;
+    /// Parts for which there are no registers while the next tile is summed.
+    const AT_ONCE: u32 = Self::PARTS.saturating_sub(2);
+
+    /// Nothing to store.
+    #[inline(always)]
+    pub(super) fn none() -> Self {
+        Self {
+            fragment: Fragment {
+                row: 0,
+                column: 0,
+                row_end: 0,
+            },
+            packed: A::zeroed().pack(),
+        }
+    }
+
+    /// Stores what must not wait.
+    ///
+    /// # Safety
+    /// Whole warps call it, converged, with D as `args` promises.
+    #[inline(always)]
+    pub(super) unsafe fn store_first(&self, place: &Place, args: &GemmArgs) {
+        for part in 0..Self::AT_ONCE {
+            // SAFETY: the caller's promise.
+            unsafe { self.store(place, args, part) };
+        }
+    }
+
+    /// Stores the part that may wait until step `step` of the next tile, if there is one.
+    ///
+    /// # Safety
+    /// As [`Self::store_first`].
+    #[inline(always)]
+    pub(super) unsafe fn store_in_step(&self, place: &Place, args: &GemmArgs, step: u32) {
+        for part in Self::AT_ONCE..Self::PARTS {
+            if part - Self::AT_ONCE == step {
+                // SAFETY: the caller's promise.
+                unsafe { self.store(place, args, part) };
+            }
+        }
+    }
+
+    /// Stores the parts that may wait until step `step` or longer.
+    ///
+    /// # Safety
+    /// As [`Self::store_first`].
+    #[inline(always)]
+    pub(super) unsafe fn store_rest(&self, place: &Place, args: &GemmArgs, step: u32) {
+        for part in Self::AT_ONCE..Self::PARTS {
+            if part - Self::AT_ONCE >= step {
+                // SAFETY: the caller's promise.
+                unsafe { self.store(place, args, part) };
+            }
+        }
+    }
+
+    /// Through shared memory, so that a row's 128 bytes are written together: 64 columns,
+    /// swizzled. `part` is a constant after unrolling.
+    ///
+    /// # Safety
+    /// As [`Self::store_first`].
+    #[inline(always)]
+    unsafe fn store(&self, place: &Place, args: &GemmArgs, part: u32) {
+        if self.fragment.row >= self.fragment.row_end {
+            return;
+        }
+        // Addresses that the compiler takes for new ones: it would compute all of them ahead of
+        // the caller's loop, and has no registers for that.
+        let lane = convert::opaque(place.lane);
+        let staging = place.memory.staging(place.warp);
+        let first_column = self.fragment.column + part * STAGING_COLUMNS;
+        // SAFETY: staging belongs to this warp; elements that exist are inside D, and with
+        // D_VECTOR chunks are aligned and exist as a whole.
+        unsafe {
+            // The last part's reads of the staging area are done.
+            sync::warp();
+            for pair in 0..4 {
+                let at = (part * 16 + pair * 4) as usize;
+                let word = |i: usize| A::packed(&self.packed, at + i);
+                shared::store_matrix_x4(
+                    staging + swizzled_chunk(lane % 16, 2 * pair + lane / 16),
+                    [word(0), word(1), word(2), word(3)],
+                );
+            }
+            sync::warp();
+            if args.flags & gemm_flags::D_VECTOR != 0 {
+                self.store_chunks(lane, args, staging, first_column);
+            } else {
+                self.store_elements(lane, args, staging, first_column);
+            }
+        }
+    }
+
+    /// Eight lanes take the eight chunks of one row, four rows a round.
+    ///
+    /// # Safety
+    /// As [`Self::store`], with the part at `column` staged.
+    #[inline(always)]
+    unsafe fn store_chunks(&self, lane: u32, args: &GemmArgs, staging: u32, column: u32) {
+        let (row, chunk) = (lane / 8, lane % 8);
+        let first_row = self.fragment.row + row;
+        let column = column + chunk * 8;
+        let first = args.d + (first_row as u64 * args.d_stride + column as u64) * 2;
+        for round in 0..4 {
+            let exists = first_row + 4 * round < self.fragment.row_end && column < args.n;
+            let address = first + u64::from(4 * round) * args.d_stride * 2;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let value = shared::load_v4(staging + swizzled_chunk(row + 4 * round, chunk));
+                global::store_v4_if(exists, address, value);
+            }
+        }
+    }
+
+    /// The lanes take a row's elements one by one.
+    ///
+    /// # Safety
+    /// As [`Self::store`], with the part at `column` staged.
+    #[inline(always)]
+    unsafe fn store_elements(&self, lane: u32, args: &GemmArgs, staging: u32, column: u32) {
+        // A bound that the compiler does not know keeps this a loop.
+        let end = convert::opaque(WARP_ROWS * STAGING_COLUMNS);
+        let mut index = lane;
+        while index < end {
+            let (row, offset) = (index / STAGING_COLUMNS, index % STAGING_COLUMNS);
+            let (d_row, column) = (self.fragment.row + row, column + offset);
+            let exists = d_row < self.fragment.row_end && column < args.n;
+            let address = args.d + (d_row as u64 * args.d_stride + column as u64) * 2;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let at = staging + swizzled_chunk(row, offset / 8) + offset % 8 * 2;
+                global::store_u16_if(exists, address, shared::load_u16(at));
+            }
+            index += 32;
         }
     }
 }

@@ -111,16 +111,87 @@ pub(crate) unsafe fn store_v2_if(condition: bool, address: u64, a: u32, b: u32) 
     }
 }
 
-/// Stores 16 bytes.
+/// Stores 16 bytes if `condition`.
+///
+/// # Safety
+/// See the module's contract; without the condition the address is not used.
+#[inline(always)]
+pub(crate) unsafe fn store_v4_if(condition: bool, address: u64, v: [u32; 4]) {
+    // SAFETY: the caller keeps the module's contract.
+    unsafe {
+        asm!("{{", ".reg .pred p;", "setp.ne.b32 p, {0}, 0;",
+             "@p st.global.v4.b32 [{1}], {{{2}, {3}, {4}, {5}}};", "}}",
+             in(reg32) condition as u32, in(reg64) address, in(reg32) v[0], in(reg32) v[1],
+             in(reg32) v[2], in(reg32) v[3], options(nostack));
+    }
+}
+
+/// Stores 2 bytes if `condition`.
+///
+/// # Safety
+/// See the module's contract; without the condition the address is not used.
+#[inline(always)]
+pub(crate) unsafe fn store_u16_if(condition: bool, address: u64, value: u16) {
+    // SAFETY: the caller keeps the module's contract.
+    unsafe {
+        asm!("{{", ".reg .pred p;", "setp.ne.b32 p, {0}, 0;", "@p st.global.b16 [{1}], {2};", "}}",
+             in(reg32) condition as u32, in(reg64) address, in(reg16) value, options(nostack));
+    }
+}
+
+/// Waits until the word at `address` satisfies `ready`; what its writer released before is
+/// visible then.
+///
+/// # Safety
+/// See the module's contract; other blocks write the word with [`release`] or
+/// [`add_release`] only.
+#[inline(always)]
+pub(crate) unsafe fn wait_acquire(address: u64, ready: impl Fn(u32) -> bool) {
+    /// Polls, some hundred nanoseconds each, after which a writer must have died.
+    const MAX_POLLS: u32 = 1 << 28;
+    let mut polls = 0;
+    loop {
+        let value: u32;
+        // SAFETY: the caller keeps the module's contract.
+        unsafe {
+            asm!("ld.acquire.gpu.global.b32 {0}, [{1}];", out(reg32) value, in(reg64) address,
+                 options(nostack));
+        }
+        if ready(value) {
+            return;
+        }
+        polls += 1;
+        if polls == MAX_POLLS {
+            // SAFETY: trap ends the kernel with an error that the host sees.
+            unsafe { core::arch::nvptx::trap() }
+        }
+    }
+}
+
+/// Writes a word after everything that this thread did or acquired.
 ///
 /// # Safety
 /// See the module's contract.
 #[inline(always)]
-pub(crate) unsafe fn store_v4(address: u64, v: [u32; 4]) {
+pub(crate) unsafe fn release(address: u64, value: u32) {
     // SAFETY: the caller keeps the module's contract.
     unsafe {
-        asm!("st.global.v4.b32 [{0}], {{{1}, {2}, {3}, {4}}};",
-             in(reg64) address, in(reg32) v[0], in(reg32) v[1], in(reg32) v[2], in(reg32) v[3],
+        asm!("st.release.gpu.global.b32 [{0}], {1};", in(reg64) address, in(reg32) value,
              options(nostack));
     }
+}
+
+/// Adds to a word after everything that this thread did or acquired; gives the old value.
+///
+/// # Safety
+/// See the module's contract.
+#[inline(always)]
+pub(crate) unsafe fn add_release(address: u64, value: u32) -> u32 {
+    let old: u32;
+    // SAFETY: the caller keeps the module's contract.
+    unsafe {
+        asm!("atom.acq_rel.gpu.global.add.u32 {0}, [{1}], {2};", out(reg32) old,
+             in(reg64) address, in(reg32) value, options(nostack));
+    }
+    old
 }

@@ -57,23 +57,31 @@ pub(crate) unsafe fn arrive(bar: u32) {
 /// `bar` must be an initialised barrier.
 #[inline(always)]
 pub(crate) unsafe fn wait(bar: u32, parity: u32) {
-    let mut tries = 0;
-    loop {
-        let done: u32;
-        // SAFETY: the caller gives a live barrier.
-        unsafe {
-            asm!("{{", ".reg .pred p;",
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [{1}], {2};",
-                 "selp.u32 {0}, 1, 0, p;", "}}",
-                 out(reg32) done, in(reg32) bar, in(reg32) parity, options(nostack));
-        }
-        if done != 0 {
-            return;
-        }
-        tries += 1;
-        if tries == MAX_TRIES {
-            // SAFETY: trap ends the kernel with an error that the host sees.
-            unsafe { core::arch::nvptx::trap() }
-        }
+    // SAFETY: the caller gives a live barrier; the trap ends the kernel with an error that
+    // the host sees. A loop in asm stays one loop: LLVM would unroll it.
+    unsafe {
+        asm!("{{", ".reg .pred p;", ".reg .b32 tries;", "mov.b32 tries, 0;",
+             "$$again:",
+             "mbarrier.try_wait.parity.shared::cta.b64 p, [{0}], {1};",
+             "@p bra $$done;",
+             "add.u32 tries, tries, 1;",
+             "setp.lt.u32 p, tries, {2};",
+             "@p bra $$again;",
+             "trap;",
+             "$$done:", "}}",
+             in(reg32) bar, in(reg32) parity, const MAX_TRIES, options(nostack));
+    }
+}
+
+/// Arrives once when this thread's `cp.async` copies so far have landed. Counts as one of the
+/// barrier's arrivals.
+///
+/// # Safety
+/// `bar` must be an initialised barrier.
+#[inline(always)]
+pub(crate) unsafe fn arrive_after_copies(bar: u32) {
+    // SAFETY: the caller gives a live barrier.
+    unsafe {
+        asm!("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{0}];", in(reg32) bar, options(nostack));
     }
 }

@@ -2,14 +2,34 @@
 
 use core::arch::asm;
 
-/// Waits for `THREADS` threads at the named barrier `ID` (0 is `bar_sync_block`'s).
+/// Waits for `THREADS` threads at the named barrier `ID`; 0 is the block's.
 ///
 /// # Safety
 /// All threads that take part must arrive, warp by warp converged.
 #[inline(always)]
-pub(crate) unsafe fn bar_sync<const ID: u32, const THREADS: u32>() {
+pub(crate) unsafe fn barrier_wait<const ID: u32, const THREADS: u32>() {
     // SAFETY: the caller keeps the arrival rule.
     unsafe { asm!("bar.sync {0}, {1};", const ID, const THREADS, options(nostack)) }
+}
+
+/// Arrives at the named barrier `ID` of `THREADS` threads, and does not wait.
+///
+/// # Safety
+/// As [`barrier_wait`].
+#[inline(always)]
+pub(crate) unsafe fn barrier_arrive<const ID: u32, const THREADS: u32>() {
+    // SAFETY: the caller keeps the arrival rule.
+    unsafe { asm!("bar.arrive {0}, {1};", const ID, const THREADS, options(nostack)) }
+}
+
+/// Waits for all lanes of the warp and orders their accesses to memory.
+///
+/// # Safety
+/// All 32 lanes must arrive.
+#[inline(always)]
+pub(crate) unsafe fn warp() {
+    // SAFETY: the caller keeps the arrival rule.
+    unsafe { asm!("bar.warp.sync 0xffffffff;", options(nostack)) }
 }
 
 /// Lane 0's value in every lane.

@@ -1,4 +1,4 @@
-//! Tensor Memory Accelerator: bulk tensor loads.
+//! Tensor Memory Accelerator: bulk tensor loads, and bulk copies of plain bytes.
 
 use core::arch::asm;
 
@@ -41,6 +41,43 @@ pub(crate) unsafe fn load_panels(dst: u32, map: u64, unit: u32, panel: u32, slic
              in(reg32) dst, in(reg64) map, in(reg32) 0u32, in(reg32) unit, in(reg32) panel, in(reg32) slice, in(reg32) bar,
              options(nostack));
     }
+}
+
+/// Loads `bytes` contiguous bytes of global memory.
+///
+/// # Safety
+/// `dst` must be that much shared memory, free to write, `source` that much global memory,
+/// both and `bytes` multiples of 16; `bar` must expect the bytes.
+#[inline(always)]
+pub(crate) unsafe fn load_bytes(dst: u32, source: u64, bytes: u32, bar: u32) {
+    // SAFETY: the caller gives valid ranges and a barrier.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{0}], [{1}], {2}, [{3}];",
+             in(reg32) dst, in(reg64) source, in(reg32) bytes, in(reg32) bar, options(nostack));
+    }
+}
+
+/// Stores `bytes` contiguous bytes of shared memory, and waits until they are written.
+///
+/// # Safety
+/// `source` must be that much shared memory with data that the async proxy wrote, `dst` that
+/// much global memory, both and `bytes` multiples of 16.
+#[inline(always)]
+pub(crate) unsafe fn store_bytes(dst: u64, source: u32, bytes: u32) {
+    // SAFETY: the caller gives valid ranges.
+    unsafe {
+        asm!("cp.async.bulk.global.shared::cta.bulk_group [{0}], [{1}], {2};",
+             "cp.async.bulk.commit_group;",
+             "cp.async.bulk.wait_group 0;",
+             in(reg64) dst, in(reg32) source, in(reg32) bytes, options(nostack));
+    }
+}
+
+/// Orders accesses to global memory by ordinary instructions and by bulk copies.
+#[inline(always)]
+pub(crate) fn fence_global() {
+    // SAFETY: a fence touches no memory of ours.
+    unsafe { asm!("fence.proxy.async.global;", options(nostack)) }
 }
 
 /// Brings a tensor map into the descriptor cache.

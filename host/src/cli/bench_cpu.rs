@@ -9,12 +9,16 @@ use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchCpuArguments {
     /// The most telling cases only, in less than a minute.
     #[arg(long)]
     quick: bool,
+    /// Time for the calls of one case, in milliseconds, 1 to 60000.
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    case_ms: Option<u64>,
     /// Write the cases as comma-separated values, with machine and commit.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -29,11 +33,14 @@ pub(super) fn run(
     json: bool,
     text: &mut String,
 ) -> Result<Outcome, Failure> {
-    let plan = if arguments.quick {
+    let mut plan = if arguments.quick {
         Plan::quick()
     } else {
         Plan::full()
     };
+    if let Some(ms) = arguments.case_ms {
+        plan.case_time = Duration::from_millis(ms);
+    }
     if let Some(path) = &arguments.csv {
         check(path)?;
     }

@@ -56,7 +56,7 @@ pub struct Plan {
     /// Bytes of weights to rotate through, cut to the memory there is.
     pub(super) weight_bytes: usize,
     /// Time for the calls of one case.
-    pub(super) case_time: Duration,
+    pub case_time: Duration,
     /// Fewest and most timed calls of a case.
     pub(super) calls: Range<usize>,
     /// Rounds of the memory ceiling, each with four prefetch distances.

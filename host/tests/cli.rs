@@ -712,6 +712,8 @@ fn records_that_cannot_be_written_are_refused_at_once() {
     bench(&folder.path().join("absent/x.csv"))
         .refused(&["absent/x.csv", "its folder is not there"]);
     bench(folder.path()).refused(&["is a folder"]);
+    #[cfg(feature = "cuda")]
+    Call::new(&["bench", "gpu", "--csv", &text(folder.path())]).refused(&["is a folder"]);
 }
 
 /// Replacing a device such as /dev/null by a file would break the machine.
@@ -787,6 +789,8 @@ fn misuse() {
             .starts_with("asym-gemm ")
     );
     let help = Call::new(&["bench", "cpu", "--help"]).prints(0);
+    assert!(help.contains("--quick") && help.contains("--csv"));
+    let help = Call::new(&["bench", "gpu", "--help"]).prints(0);
     assert!(help.contains("--quick") && help.contains("--csv"));
     assert!(Call::new(&["moe", "--help"]).prints(0).contains("--expect"));
 }

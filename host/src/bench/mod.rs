@@ -4,6 +4,9 @@
 //! on the same threads.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
+mod random;
 mod record;
 
 pub use record::{COMMIT_VARIABLE, Machine};

@@ -48,7 +48,7 @@ pub(super) fn run(
     if let Some(threads) = threads {
         engine = engine.with_workers(Arc::new(SpinPool::new(threads.get())?));
     }
-    let report = with_progress(&plan, &engine)?;
+    let report = under_bar(|progress| cpu::run(&plan, &engine, progress))??;
     if let Some(path) = &arguments.csv {
         std::fs::write(path, report.csv())
             .map_err(|error| format!("{}: {error}", path.display()))?;
@@ -75,7 +75,7 @@ pub(super) fn run(
 }
 
 /// Refuses what could not be written, before and not after a minute of work.
-fn check(path: &Path) -> Result<(), Failure> {
+pub(super) fn check(path: &Path) -> Result<(), Failure> {
     let refuse = |reason| Err(format!("{}: {reason}", path.display()).into());
     // A file name alone has the empty path for its folder.
     let folder = path
@@ -90,15 +90,15 @@ fn check(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Runs the plan under a bar, which hides itself where standard error is no terminal.
-fn with_progress(plan: &Plan, engine: &Engine) -> Result<Report, Failure> {
+/// Runs a benchmark under a bar, which hides itself where standard error is no terminal.
+pub(super) fn under_bar<T>(run: impl FnOnce(&mut dyn FnMut(&Progress)) -> T) -> Result<T, Failure> {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}")?;
     let bar = ProgressBar::new(0).with_style(style);
-    let report = cpu::run(plan, engine, &mut |progress: &Progress| {
+    let result = run(&mut |progress: &Progress| {
         bar.set_length(progress.total as u64);
         bar.set_position(progress.done as u64);
         bar.set_message(progress.now.clone());
     });
     bar.finish_and_clear();
-    Ok(report?)
+    Ok(result)
 }

@@ -1,6 +1,7 @@
 //! The command line: arguments, set-up, exit status.
 
 mod bench_cpu;
+mod bench_gpu;
 mod check;
 mod demo;
 mod doctor;
@@ -47,6 +48,8 @@ enum Command {
 enum BenchCommand {
     /// The CPU kernels: ceilings first, then GEMM and expert layers, verified and timed.
     Cpu(bench_cpu::BenchCpuArguments),
+    /// The grouped GEMM on the GPU: link and memory rates first, then each way of the weights.
+    Gpu(bench_gpu::BenchGpuArguments),
 }
 
 /// What a command found; errors are of the library or of the input.
@@ -155,6 +158,7 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
         Command::Bench(BenchCommand::Cpu(a)) => {
             bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
         }
+        Command::Bench(BenchCommand::Gpu(a)) => bench_gpu::run(a, arguments.json, &mut text),
         Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
     }?;
     // Not `print!`, which panics where nobody reads or the disk is full.

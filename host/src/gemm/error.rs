@@ -29,6 +29,16 @@ pub enum GemmError {
         /// What is wrong, with the numbers.
         reason: String,
     },
+    /// A row is for an expert that does not exist.
+    #[error("m_indices: row {row} is for expert {expert}; there are {experts}, and -1 for padding")]
+    Row {
+        /// The row of A.
+        row: usize,
+        /// The id found there.
+        expert: i32,
+        /// Number of experts.
+        experts: usize,
+    },
     /// An operand or the stream belongs to another GPU than the GEMM.
     #[error("{what} is of another GPU; copy it over or use a GroupedGemm of that GPU")]
     OtherGpu {

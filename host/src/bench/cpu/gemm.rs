@@ -10,8 +10,9 @@ use asym_gemm_formats::{WeightFormat, e4m3, fp8, int8};
 use half::bf16;
 
 use super::case::GemmShape;
-use super::data::{Pattern, Random, fill};
+use super::data::{Pattern, fill};
 use super::{BenchError, Workload};
+use crate::bench::random::Random;
 
 /// Elements of D that are checked.
 const SAMPLES: usize = 64;

@@ -13,8 +13,9 @@ use asym_gemm_formats::bank::{BankGeometry, Projection};
 use half::bf16;
 
 use super::case::LayerShape;
-use super::data::{Pattern, Random, fill};
+use super::data::{Pattern, fill};
 use super::{BenchError, Workload};
+use crate::bench::random::Random;
 
 /// Experts that differ: all others of a bank repeat their bytes at places of their own.
 const DISTINCT: usize = 3;

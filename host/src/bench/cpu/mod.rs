@@ -24,7 +24,6 @@ use std::time::{Duration, Instant};
 
 use asym_gemm_cpu::probe::median;
 use asym_gemm_cpu::{CpuError, Engine, HugeBuffer};
-use asym_gemm_formats::WeightFormat;
 
 use super::Machine;
 use crate::system::{Memory, MemoryShort};

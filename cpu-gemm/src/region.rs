@@ -37,8 +37,9 @@ impl Region {
             broken: AtomicBool::new(false),
         };
         workers.run(&|_| {
-            let _guard = BreakOnPanic(&region);
+            let guard = BreakOnPanic(&region);
             worker(&region);
+            std::mem::forget(guard);
         })?;
         Ok(())
     }
@@ -72,14 +73,13 @@ impl Region {
     }
 }
 
-/// Marks the region when its thread unwinds.
+/// Marks the region when dropped, which happens where its thread unwinds. (Asking whether the thread
+/// is panicking would also be true of a call that a destructor makes during an outer panic.)
 struct BreakOnPanic<'a>(&'a Region);
 
 impl Drop for BreakOnPanic<'_> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.broken.store(true, Ordering::Relaxed);
-        }
+        self.0.broken.store(true, Ordering::Relaxed);
     }
 }
 

@@ -1,8 +1,10 @@
 //! Memory that calls reuse.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytemuck::{Pod, Zeroable};
+
+use crate::pool::Process;
 
 /// One cache line.
 #[derive(Clone, Copy, Zeroable, Pod)]
@@ -56,23 +58,41 @@ pub(crate) struct GroupBuffers {
 
 /// Workspaces that are not in use. Calls at the same time have one each; a call after
 /// another finds its memory mapped.
-#[derive(Clone, Default)]
-pub(crate) struct Workspaces(Arc<Mutex<Vec<Workspace>>>);
+#[derive(Clone)]
+pub(crate) struct Workspaces {
+    process: Process,
+    free: Arc<Mutex<Vec<Workspace>>>,
+}
+
+impl Default for Workspaces {
+    fn default() -> Self {
+        Self {
+            process: Process::current(),
+            free: Arc::default(),
+        }
+    }
+}
 
 impl Workspaces {
     /// Runs `call` with a workspace of its own.
     pub(crate) fn with<R>(&self, call: impl FnOnce(&mut Workspace) -> R) -> R {
-        let free = |spaces: &Self| match spaces.0.lock() {
-            Ok(mut free) => free.pop(),
-            Err(_) => None,
-        };
-        let mut workspace = free(self).unwrap_or_default();
+        let free = self.free().and_then(|mut free| free.pop());
+        let mut workspace = free.unwrap_or_default();
         let result = call(&mut workspace);
-        // A poisoned lock only costs the reuse.
-        if let Ok(mut free) = self.0.lock() {
+        if let Some(mut free) = self.free() {
             free.push(workspace);
         }
         result
+    }
+
+    /// The free ones, if they can be had: no more after a panic under the lock, and maybe not in a
+    /// child process, where a thread that does not exist there can hold it for ever.
+    fn free(&self) -> Option<MutexGuard<'_, Vec<Workspace>>> {
+        if self.process.left() {
+            self.free.try_lock().ok()
+        } else {
+            self.free.lock().ok()
+        }
     }
 }
 

@@ -135,10 +135,10 @@ impl Body {
 /// The process that owns some threads. A child after `fork` has the memory of its parent but
 /// only the thread that forked: waiting for others there would never end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Process(u32);
+pub(crate) struct Process(u32);
 
 impl Process {
-    fn current() -> Self {
+    pub(crate) fn current() -> Self {
         Self(std::process::id())
     }
 
@@ -153,7 +153,7 @@ impl Process {
     }
 
     /// Whether the calling thread is not in that process.
-    fn left(self) -> bool {
+    pub(crate) fn left(self) -> bool {
         self != Self::current()
     }
 }

@@ -4,10 +4,12 @@
 //! - [`routing`]: router logits to expert ids and weights, for each scoring in use.
 //! - [`layout`]: expert ids to rows grouped by expert, and back.
 //! - [`ExpertBank`]: all experts' weights in one allocation that CPU and GPU read.
+//! - [`division`]: what each side computes of a forward, and the policies that decide it.
 //! - [`MoeBlock`]: the block of a decoder layer, on the CPU, the GPU or both.
 
 mod bank;
 mod block;
+pub mod division;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;

@@ -4,9 +4,9 @@ use std::sync::PoisonError;
 
 use crate::moe::division::{Divide, Division, ExpertLoad, FixedPolicy, ForwardTimes, LayerShape};
 
-use super::cost::Work;
+use super::cost::{Prediction, Work};
 use super::model::{Model, SharedModel, Sides};
-use super::partition::{Cut, Plan, Problem, fastest};
+use super::partition::{Cut, Method, Plan, Problem, fastest};
 
 /// When the policy tries what it does not believe to be best.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -15,12 +15,13 @@ pub struct AdaptiveSettings {
     /// Forwards after which a side that had nothing to do gets one slice; twice as many each time.
     pub probe_every: u64,
     /// Forwards after which a way of using the sides is tried again although it is predicted to
-    /// take a little longer.
+    /// take longer.
     pub retry_every: u64,
-    /// How much longer, as a factor, a way may be predicted to take to be tried for the first time.
-    pub first_limit: f64,
-    /// The same factor for a way that has been tried before.
-    pub retry_limit: f64,
+    /// How much longer, as a factor, a way may be predicted to take to be tried for the first time
+    /// or again after so many forwards.
+    pub limit: f64,
+    /// The same factor for a way that has been tried, but less than three times.
+    pub early_limit: f64,
 }
 
 impl Default for AdaptiveSettings {
@@ -28,8 +29,8 @@ impl Default for AdaptiveSettings {
         Self {
             probe_every: 64,
             retry_every: 256,
-            first_limit: 1.3,
-            retry_limit: 1.08,
+            limit: 1.35,
+            early_limit: 1.15,
         }
     }
 }
@@ -42,6 +43,8 @@ pub struct Adaptive {
     /// The loads of the last division: what was resident.
     loads: Vec<ExpertLoad>,
     plan: Option<Plan>,
+    /// Whether that plan only probes a side.
+    probes: bool,
 }
 
 impl Adaptive {
@@ -57,6 +60,7 @@ impl Adaptive {
             settings,
             loads: Vec::new(),
             plan: None,
+            probes: false,
         }
     }
 
@@ -116,11 +120,11 @@ impl Adaptive {
             work.streamed.slices = slices(times.streamed_bytes);
             work.resident.slices = slices(times.resident_bytes);
         }
-        lock(&self.model).record(&work, shape, times);
+        lock(&self.model).record(&work, shape, times, self.probes);
     }
 
-    /// The cut to make: the fastest, or one that is worth a try.
-    fn choose(&self, model: &mut Model, problem: &Problem<'_>, shape: &LayerShape) -> Cut {
+    /// The cut to make: the fastest, or one that is worth a try; and whether it is a probe.
+    fn choose(&self, model: &mut Model, problem: &Problem<'_>, shape: &LayerShape) -> (Cut, bool) {
         let cuts = problem.cuts();
         let join = model.costs(shape).join;
         let overheads = Sides::ALL.map(|sides| model.overhead(shape.tokens, sides, join));
@@ -130,34 +134,35 @@ impl Adaptive {
         };
         let best = fastest(&cuts, seconds);
         if shape.devices == 0 || cuts.len() < 2 {
-            return best.clone();
+            return (best.clone(), false);
         }
-        let best_sides = Sides::of(&best.work);
+        let best_sides = sides_of(best);
         let untried = Sides::ALL
             .into_iter()
             .filter(|&sides| sides != best_sides)
             .find_map(|sides| {
-                let of_sides: Vec<Cut> = cuts
-                    .iter()
-                    .filter(|cut| Sides::of(&cut.work) == sides)
-                    .cloned()
-                    .collect();
-                let cut = (!of_sides.is_empty()).then(|| fastest(&of_sides, seconds).clone())?;
-                let factor = seconds(&cut) / seconds(best);
-                let due = match model.since(shape.tokens, sides) {
-                    (_, None) => factor <= self.settings.first_limit,
-                    (_, Some(passed)) => {
-                        passed >= self.settings.retry_every && factor <= self.settings.retry_limit
+                let of_sides = |cut: &&Cut| match sides {
+                    // The cut that keeps both busy tells most of them.
+                    Sides::Both => cut.method == Method::Slices && sides_of(cut) == sides,
+                    _ => cut.work.on_cpu() != cut.work.on_gpu() && sides_of(cut) == sides,
+                };
+                let cut = cuts.iter().find(of_sides)?;
+                let factor = seconds(cut) / seconds(best);
+                let due = match model.tries(shape.tokens, sides) {
+                    (0, _) => factor <= self.settings.limit,
+                    (1..3, _) => factor <= self.settings.early_limit,
+                    (_, passed) => {
+                        passed >= self.settings.retry_every && factor <= self.settings.limit
                     }
                 };
-                due.then_some(cut)
+                due.then(|| cut.clone())
             });
         if let Some(cut) = untried {
-            return cut;
+            return (cut, false);
         }
-        match self.probe_is_due(model, shape, best_sides) {
-            true => problem.probe(best_sides == Sides::Cpu),
-            false => best.clone(),
+        match self.probe_is_due(model, shape, Sides::of(&best.work)) {
+            true => (problem.probe(best.work.on_cpu()), true),
+            false => (best.clone(), false),
         }
     }
 
@@ -169,8 +174,7 @@ impl Adaptive {
             Sides::Cpu => 1,
             Sides::Gpu => 0,
         };
-        let (forwards, _) = model.since(shape.tokens, sides);
-        let next = forwards + 1;
+        let next = model.forwards(shape.tokens) + 1;
         if model.samples(shape.tokens)[idle] < 3 {
             return next.is_power_of_two();
         }
@@ -181,6 +185,16 @@ impl Adaptive {
     }
 }
 
+/// Which sides a cut really uses: one that has little to do beside the other tells little.
+fn sides_of(cut: &Cut) -> Sides {
+    let Prediction { cpu_s, gpu_s, .. } = cut.prediction;
+    match Sides::of(&cut.work) {
+        Sides::Both if gpu_s < 0.4 * cpu_s => Sides::Cpu,
+        Sides::Both if cpu_s < 0.4 * gpu_s => Sides::Gpu,
+        sides => sides,
+    }
+}
+
 /// The model, whatever happened to another thread that held it: each change of it is whole.
 fn lock(model: &SharedModel) -> std::sync::MutexGuard<'_, Model> {
     model.lock().unwrap_or_else(PoisonError::into_inner)
@@ -188,12 +202,15 @@ fn lock(model: &SharedModel) -> std::sync::MutexGuard<'_, Model> {
 
 impl Divide for Adaptive {
     fn divide(&mut self, loads: &[ExpertLoad], shape: &LayerShape) -> Division {
-        let plan = {
+        let (plan, probes) = {
             let mut model = lock(&self.model);
             let costs = model.costs(shape);
             let problem = Problem::new(loads, shape, &costs);
-            problem.plan(&self.choose(&mut model, &problem, shape))
+            let (cut, probes) = self.choose(&mut model, &problem, shape);
+            let lopsided = sides_of(&cut) != Sides::of(&cut.work);
+            (problem.plan(&cut), probes || lopsided)
         };
+        self.probes = probes;
         self.remember(loads);
         let division = plan.division.clone();
         self.plan = Some(plan);
@@ -215,6 +232,7 @@ struct Forced<'a> {
 impl Divide for Forced<'_> {
     fn divide(&mut self, loads: &[ExpertLoad], shape: &LayerShape) -> Division {
         self.adaptive.remember(loads);
+        self.adaptive.probes = false;
         self.policy.divide(loads, shape)
     }
 

@@ -20,6 +20,8 @@ pub(super) struct Sample<const N: usize> {
     pub(super) prior: [f64; N],
     /// Seconds that it took.
     pub(super) seconds: f64,
+    /// Whether the other side had nothing to do meanwhile.
+    pub(super) alone: bool,
 }
 
 /// serde knows arrays of 32 elements at most and not of a generic length.
@@ -53,8 +55,7 @@ impl<const N: usize> Sample<N> {
 }
 
 /// Fits the multipliers of the prior: minimises
-/// `Σ w (Σ_j θ_j f_j / t - 1)² + RIDGE · Σ_j (θ_j - 1)²` over `samples`, oldest first, each with a
-/// weight; relative errors, so that short forwards count as much as long ones.
+/// `Σ w (Σ_j θ_j f_j / t - 1)² + RIDGE · Σ_j (θ_j - 1)²` over `samples`, each with a weight; relative errors, so that short forwards count as much as long ones.
 ///
 /// Huber weights over three rounds; multipliers at a limit are held there and the others fitted
 /// again.
@@ -204,7 +205,11 @@ mod tests {
                 let i = i as f64;
                 let prior = [1.0, 0.5 * i, (i * 7.0) % 5.0];
                 let seconds = dot(&truth, &prior);
-                Sample { prior, seconds }
+                Sample {
+                    prior,
+                    seconds,
+                    alone: false,
+                }
             })
             .collect()
     }
@@ -232,6 +237,7 @@ mod tests {
         let one = Sample {
             prior: [0.0, 2.0, 0.0],
             seconds: 6.0,
+            alone: true,
         };
         let [a, b, c] = of(&[one]);
         assert_eq!((a, c), (1.0, 1.0));
@@ -255,6 +261,7 @@ mod tests {
         let absurd = Sample {
             prior: [1.0, 0.0, 0.0],
             seconds: 1e9,
+            alone: true,
         };
         let [a, b, _] = of(&vec![absurd; 20]);
         assert!(a <= LIMITS.1 && b == 1.0, "{a} {b}");
@@ -263,6 +270,7 @@ mod tests {
             .map(|i| Sample {
                 prior: [1.0, 0.05 * f64::from(i), 0.0],
                 seconds: 2.0 - 0.05 * f64::from(i),
+                alone: true,
             })
             .collect();
         let [_, b, _] = of(&odd);
@@ -274,6 +282,7 @@ mod tests {
         let good = Sample {
             prior: [1.0, 0.0, 0.0],
             seconds: 1.0,
+            alone: true,
         };
         assert!(good.is_usable());
         for seconds in [0.0, -1.0, f64::NAN, f64::INFINITY] {

@@ -65,9 +65,12 @@ struct Regime {
     gpu: VecDeque<Sample<GPU_FEATURES>>,
     /// Seconds of forwards beyond their longer side, by [`Sides`].
     overhead: [VecDeque<f64>; 3],
-    /// Forwards so far, and the last that used each of [`Sides`].
+    /// Forwards so far.
     forwards: u64,
-    last: [Option<u64>; 3],
+    /// How many were cut for each of [`Sides`], those of them that were no surprise, and the last.
+    attempts: [u64; 3],
+    tries: [u64; 3],
+    last: [u64; 3],
     /// How often in a row the CPU and the GPUs took much longer (above 0) or less (below) than the
     /// fit says.
     #[serde(skip)]
@@ -283,24 +286,37 @@ impl Model {
         regime.is_some_and(|regime| regime.surprises[side] != 0)
     }
 
-    /// Forwards near these tokens, and how many have passed since one used exactly these sides.
-    pub(super) fn since(&self, tokens: u32, sides: Sides) -> (u64, Option<u64>) {
-        let Some(regime) = self.regimes.get(&regime_of(tokens)) else {
-            return (0, None);
-        };
-        let last = regime.last[sides as usize];
-        (regime.forwards, last.map(|last| regime.forwards - last))
+    /// Forwards near these tokens.
+    pub(super) fn forwards(&self, tokens: u32) -> u64 {
+        let regime = self.regimes.get(&regime_of(tokens));
+        regime.map_or(0, |regime| regime.forwards)
     }
 
-    /// Learns what a forward took.
-    pub(super) fn record(&mut self, work: &Work, shape: &LayerShape, times: &ForwardTimes) {
+    /// How many of these were cut for these sides and told something, and how many have passed
+    /// since the last. Outliers are not counted, up to a limit: a machine may be all outliers.
+    pub(super) fn tries(&self, tokens: u32, sides: Sides) -> (u64, u64) {
+        let regime = self.regimes.get(&regime_of(tokens));
+        regime.map_or((0, 0), |regime| {
+            let side = sides as usize;
+            let tries = regime.tries[side].max(regime.attempts[side] / 3);
+            (tries, regime.forwards - regime.last[side])
+        })
+    }
+
+    /// Learns what a forward took; one that only probes a side is no try of any.
+    pub(super) fn record(
+        &mut self,
+        work: &Work,
+        shape: &LayerShape,
+        times: &ForwardTimes,
+        probe: bool,
+    ) {
         let prior = self.rates.costs(shape);
         let sides = Sides::of(work);
         let overlap = times.cpu_seconds.min(times.gpu_seconds);
         let warm = self.warm;
         let regime = self.regimes.entry(regime_of(shape.tokens)).or_default();
         regime.forwards += 1;
-        regime.last[sides as usize] = Some(regime.forwards);
         let (cpu, gpu) = features(&prior, work);
         let intensity = |bytes: f64, all: f64| if all > 0.0 { bytes / all } else { 0.0 };
         let (cpu_busy, gpu_busy) = (
@@ -315,6 +331,7 @@ impl Model {
             let sample = Sample {
                 prior: prior_s,
                 seconds: times.cpu_seconds,
+                alone: !work.on_gpu(),
             };
             fresh |= warm[0] && regime.push_cpu(sample);
             self.warm[0] = true;
@@ -326,18 +343,27 @@ impl Model {
             let sample = Sample {
                 prior: prior_s,
                 seconds: times.gpu_seconds,
+                alone: !work.on_cpu(),
             };
             fresh |= warm[1] && regime.push_gpu(sample);
             self.warm[1] = true;
         }
         let over = times.total_seconds - times.cpu_seconds.max(times.gpu_seconds);
         let was_warm = (!work.on_cpu() || warm[0]) && (!work.on_gpu() || warm[1]);
-        if was_warm && over.is_finite() && times.total_seconds > 0.0 {
+        if !probe && was_warm && over.is_finite() && times.total_seconds > 0.0 {
             bounded(
                 &mut regime.overhead[sides as usize],
                 over.max(0.0),
                 WINDOW / 2,
             );
+        }
+        if !probe {
+            let side = sides as usize;
+            let surprise = [work.on_cpu(), work.on_gpu()];
+            let surprise = (0..2).any(|i| surprise[i] && regime.surprises[i] != 0);
+            regime.attempts[side] += 1;
+            regime.tries[side] += u64::from(!surprise);
+            regime.last[side] = regime.forwards;
         }
         if fresh {
             regime.unfitted += 1;
@@ -439,7 +465,7 @@ impl Model {
                 overhead.truncate(WINDOW);
             }
             for last in &mut regime.last {
-                *last = last.filter(|&last| last <= regime.forwards);
+                *last = (*last).min(regime.forwards);
             }
         }
         Ok(model)
@@ -494,7 +520,15 @@ fn push<const N: usize>(
         true => *surprises + direction,
         false => direction,
     };
-    bounded(samples, sample, WINDOW);
+    if samples.len() >= WINDOW {
+        // Of the kind of which there are more than its part, so that many forwards of one kind do
+        // not drive out what is known of the other.
+        let alone = samples.iter().filter(|s| s.alone).count();
+        let drop_alone = alone > WINDOW / 3;
+        let oldest = samples.iter().position(|s| s.alone == drop_alone);
+        samples.remove(oldest.unwrap_or(0));
+    }
+    samples.push_back(sample);
     if surprises.abs() >= CHANGED {
         let old = samples.len().saturating_sub(CHANGED as usize);
         samples.drain(..old);
@@ -510,13 +544,16 @@ fn bounded<T>(values: &mut VecDeque<T>, value: T, most: usize) {
     values.push_back(value);
 }
 
+/// Samples with their weights: by age among those of the same kind.
 fn aged<const N: usize>(
     samples: &VecDeque<Sample<N>>,
     weight: f64,
 ) -> impl Iterator<Item = (&Sample<N>, f64)> + Clone {
-    let last = samples.len().saturating_sub(1);
-    let samples = samples.iter().enumerate();
-    samples.map(move |(i, sample)| (sample, weight * recency(last - i)))
+    samples.iter().rev().scan([0; 2], move |ages, sample| {
+        let age = &mut ages[usize::from(sample.alone)];
+        *age += 1;
+        Some((sample, weight * recency(*age - 1)))
+    })
 }
 
 fn median_error<const N: usize>(theta: &[f64; N], samples: &VecDeque<Sample<N>>) -> f64 {

@@ -148,13 +148,15 @@ impl Adaptive {
                 };
                 let cut = cuts.iter().find(of_sides)?;
                 let factor = seconds(cut) / seconds(best);
-                let due = match model.tries(shape.tokens, sides) {
-                    (0, _) => factor <= self.settings.limit,
-                    (1..3, _) => factor <= self.settings.early_limit,
-                    (_, passed) => {
-                        passed >= self.settings.retry_every && factor <= self.settings.limit
-                    }
+                let tries = model.tries(shape.tokens, sides);
+                let most = match tries.told {
+                    // Nothing but outliers says nothing of the prediction.
+                    0 if tries.attempts > 0 => f64::INFINITY,
+                    1..3 => self.settings.early_limit,
+                    3.. if tries.passed < self.settings.retry_every => 0.0,
+                    _ => self.settings.limit,
                 };
+                let due = factor <= most;
                 due.then(|| cut.clone())
             });
         if let Some(cut) = untried {

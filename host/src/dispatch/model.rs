@@ -46,6 +46,17 @@ pub(super) enum Sides {
     Both,
 }
 
+/// What is known of some sides.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tries {
+    /// Forwards that were cut for them.
+    pub(super) attempts: u64,
+    /// Those that told something. Outliers do not, up to a limit: a machine may be all outliers.
+    pub(super) told: u64,
+    /// Forwards since the last.
+    pub(super) passed: u64,
+}
+
 impl Sides {
     pub(super) const ALL: [Self; 3] = [Self::Cpu, Self::Gpu, Self::Both];
 
@@ -292,14 +303,16 @@ impl Model {
         regime.map_or(0, |regime| regime.forwards)
     }
 
-    /// How many of these were cut for these sides and told something, and how many have passed
-    /// since the last. Outliers are not counted, up to a limit: a machine may be all outliers.
-    pub(super) fn tries(&self, tokens: u32, sides: Sides) -> (u64, u64) {
+    /// What is known of these sides near these tokens.
+    pub(super) fn tries(&self, tokens: u32, sides: Sides) -> Tries {
         let regime = self.regimes.get(&regime_of(tokens));
-        regime.map_or((0, 0), |regime| {
+        regime.map_or(Tries::default(), |regime| {
             let side = sides as usize;
-            let tries = regime.tries[side].max(regime.attempts[side] / 3);
-            (tries, regime.forwards - regime.last[side])
+            Tries {
+                attempts: regime.attempts[side],
+                told: regime.tries[side].max(regime.attempts[side] / 3),
+                passed: regime.forwards - regime.last[side],
+            }
         })
     }
 

@@ -386,6 +386,8 @@ impl GpuExperts {
             x_stride: geometry.hidden as u64,
             hidden: geometry.hidden as u32,
             padded: h_pad as u32,
+            x_bf16: 0,
+            reserved: 0,
         };
         let format = geometry.format.into();
         let call = Call {

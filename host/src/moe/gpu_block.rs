@@ -52,7 +52,7 @@ impl GpuBlock {
             shared: shared
                 .map(|bank| GpuExperts::new(gpu, bank, transfer, ring_bytes))
                 .transpose()?,
-            combine: gpu.module(FAMILY)?.function("combine_f32")?,
+            combine: gpu.module(FAMILY)?.function("combine")?,
             buffers: Buffers::default(),
         })
     }
@@ -195,6 +195,8 @@ impl GpuBlock {
                 y: b.y.as_ref().map_or(0, DeviceBuffer::as_raw),
                 output_index: output_index.as_raw(),
                 weights: weights.as_raw(),
+                partials: 0,
+                partial_stride: 0,
                 shared: match (&self.shared, &b.shared) {
                     (Some(_), Some(rows)) => rows.as_raw(),
                     _ => 0,
@@ -203,6 +205,8 @@ impl GpuBlock {
                 out: out.as_raw(),
                 hidden: self.hidden as u32,
                 top_k: f.routing.top_k as u32,
+                partial_count: 0,
+                out_bf16: 0,
             };
             let mut params = [(&raw mut args).cast::<c_void>()];
             let columns = (self.hidden as u32).div_ceil(COMBINE_THREADS);

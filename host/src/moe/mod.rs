@@ -5,6 +5,7 @@
 //! - [`layout`]: expert ids to rows grouped by expert, and back.
 //! - [`ExpertBank`]: all experts' weights in one allocation that CPU and GPU read.
 //! - [`division`]: what each side computes of a forward, and the policies that decide it.
+//! - [`layer`]: the experts of one layer on CPU and GPUs at once.
 //! - [`MoeBlock`]: the block of a decoder layer, on the CPU, the GPU or both.
 
 mod bank;
@@ -15,6 +16,7 @@ mod error;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod gpu_block;
+pub mod layer;
 pub mod layout;
 pub mod routing;
 
@@ -25,3 +27,4 @@ pub use error::MoeError;
 pub use gpu::{ExpertsPlan, GpuExperts};
 #[cfg(feature = "cuda")]
 pub use gpu_block::GpuBlock;
+pub use layer::{LayerReport, MoeLayer, MoeLayerBuilder};

@@ -12,19 +12,11 @@ mod bank;
 mod block;
 pub mod division;
 mod error;
-#[cfg(feature = "cuda")]
-mod gpu;
-#[cfg(feature = "cuda")]
-mod gpu_block;
 pub mod layer;
 pub mod layout;
 pub mod routing;
 
 pub use bank::ExpertBank;
-pub use block::{BOTH_THRESHOLD_ROWS, Backend, BlockParts, ForwardReport, MoeBlock};
+pub use block::{Backend, BlockParts, ForwardReport, MoeBlock};
 pub use error::MoeError;
-#[cfg(feature = "cuda")]
-pub use gpu::{ExpertsPlan, GpuExperts};
-#[cfg(feature = "cuda")]
-pub use gpu_block::GpuBlock;
 pub use layer::{LayerReport, MoeLayer, MoeLayerBuilder};

@@ -26,6 +26,7 @@ mod device;
 mod devices;
 mod io;
 mod plan;
+#[cfg(feature = "cuda")]
 mod residency;
 mod runtime;
 

@@ -22,6 +22,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
@@ -72,6 +73,10 @@ struct Block<'a> {
     tokens: &'a [u32],
     /// First of its groups of 16.
     first_group: usize,
+    /// Its part of the slices.
+    slices: Range<usize>,
+    /// Slices of the blocks before it.
+    first_slice: usize,
     kernel: Kernel,
     /// Opens when all groups are packed.
     packed: Latch,
@@ -129,6 +134,27 @@ pub(crate) struct Call<'a> {
     pub(crate) activation: Activation,
     pub(crate) x: Rows<'a>,
     pub(crate) groups: &'a [ExpertGroup<'a>],
+    /// The part of the slices that each group takes; `None`: all of them.
+    pub(crate) slices: Option<&'a [Range<usize>]>,
+}
+
+/// Checks the parts of the slices of a call.
+pub(crate) fn validate_slices(
+    bank: BankRef<'_>,
+    groups: &[ExpertGroup<'_>],
+    slices: &[Range<usize>],
+) -> Result<(), CpuError> {
+    same("the number of slice ranges", groups.len(), slices.len())?;
+    let of_expert = bank.geometry().slices();
+    let bad = |range: &Range<usize>| range.start >= range.end || range.end > of_expert;
+    match slices.iter().position(bad) {
+        None => Ok(()),
+        Some(group) => Err(CpuError::SliceRange {
+            group,
+            range: slices[group].clone(),
+            slices: of_expert,
+        }),
+    }
 }
 
 /// Where the results go.
@@ -186,8 +212,9 @@ pub(crate) fn run<R: Recipe, O: Output>(
 
     let slices = geometry.slices();
     let mut blocks = Vec::new();
-    let mut groups = 0;
-    for group in call.groups {
+    let (mut groups, mut slice_count) = (0, 0);
+    for (number, group) in call.groups.iter().enumerate() {
+        let part = call.slices.map_or(0..slices, |parts| parts[number].clone());
         for (i, tokens) in group.tokens.chunks(BLOCK_TOKENS).enumerate() {
             let count = tokens.len().div_ceil(TOKENS);
             blocks.push(Block {
@@ -195,18 +222,21 @@ pub(crate) fn run<R: Recipe, O: Output>(
                 start: group.start + i * BLOCK_TOKENS,
                 tokens,
                 first_group: groups,
+                slices: part.clone(),
+                first_slice: slice_count,
                 kernel: match R::EXACT {
                     true => kernel.for_few_tokens(tokens.len()),
                     false => kernel,
                 },
                 packed: Latch::new(count),
-                hidden: Latch::new(slices),
+                hidden: Latch::new(part.len()),
             });
             groups += count;
+            slice_count += part.len();
         }
     }
 
-    let division = Division::new(&geometry, blocks.len(), workers.threads());
+    let division = Division::new(&geometry, blocks.len(), slice_count, workers.threads());
     let rows = call.x.len() / geometry.hidden;
     let encode_rows = (ENCODE_ELEMENTS / geometry.hidden).max(1);
     let steps = Steps::new([
@@ -216,7 +246,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
             rows.div_ceil(encode_rows)
         },
         groups,
-        blocks.len() * slices * division.parts(),
+        slice_count * division.parts(),
         blocks.len() * geometry.down_panels().div_ceil(division.down_panels),
         match &combine {
             Some(sums) => sums.tasks.count(geometry.hidden),
@@ -242,7 +272,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
         ),
         h: Groups::new(groups, h_row_bytes, slices, h),
         staged: Shared::new(staged.take(staged_rows)),
-        slices: (0..blocks.len() * slices)
+        slices: (0..slice_count)
             .map(|_| Latch::new(division.parts()))
             .collect(),
         y: Shared::new(y),
@@ -267,7 +297,7 @@ struct Division {
 }
 
 impl Division {
-    fn new(geometry: &BankGeometry, blocks: usize, threads: usize) -> Self {
+    fn new(geometry: &BankGeometry, blocks: usize, slices: usize, threads: usize) -> Self {
         let wanted = threads * TASKS_A_THREAD;
         let size = |items: usize, most: usize| {
             let size = (items / wanted).clamp(1, most);
@@ -275,7 +305,7 @@ impl Division {
             1 << size.ilog2()
         };
         Self {
-            pairs: size(blocks * geometry.slices() * SLICE_PAIRS, SLICE_PAIRS),
+            pairs: size(slices * SLICE_PAIRS, SLICE_PAIRS),
             down_panels: size(blocks * geometry.down_panels(), 16),
         }
     }
@@ -425,7 +455,9 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
     }
 
     fn block_of_gate_up(&self, number: usize) -> &Block<'_> {
-        &self.blocks[number / (self.division.parts() * self.geometry().slices())]
+        let slice = number / self.division.parts();
+        let of_slice = |block: &Block<'_>| block.first_slice <= slice;
+        &self.blocks[self.blocks.partition_point(of_slice) - 1]
     }
 
     fn block_of_down(&self, number: usize) -> &Block<'_> {
@@ -546,8 +578,8 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let geometry = job.geometry();
         let parts = job.division.parts();
         let (block_slice, part) = (number / parts, number % parts);
-        let slice = block_slice % geometry.slices();
         let block = job.block_of_gate_up(number);
+        let slice = block.slices.start + block_slice - block.first_slice;
         let len = geometry.slice_len(slice);
         let first_pair = part * job.division.pairs;
         let end_pair = len
@@ -650,7 +682,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
         let Scratch { tiles, rows, .. } = scratch;
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
-        for slice in 0..geometry.slices() {
+        for slice in block.slices.clone() {
             prefetch_bytes(block.expert.down_panel(slice, first_panel));
         }
         let mut first = 0;
@@ -666,11 +698,13 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             };
             let mut rows = RowBuffer::<f32>::new(rows, panels.len());
             for (i, panel) in panels.clone().enumerate() {
-                let units = geometry.slices() * geometry.down_units();
-                prefetch_share::<R, M>(&next[..following], 0..units, i, panels.len());
+                let units = geometry.down_units();
+                let units = block.slices.start * units..block.slices.end * units;
+                prefetch_share::<R, M>(&next[..following], units, i, panels.len());
                 let down = DownPanel {
                     job,
                     expert: block.expert,
+                    slices: block.slices.clone(),
                     panel,
                     h: &h[..count],
                     in_cache: first > 0,
@@ -702,6 +736,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
 struct DownPanel<'j, 'a, R: Recipe, O> {
     job: &'j Job<'a, R, O>,
     expert: ExpertRef<'a>,
+    slices: Range<usize>,
     panel: usize,
     h: &'j [Group<'j>],
     /// Whether an earlier pass has read the weights.
@@ -717,22 +752,27 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         // Two sets of sums: a slice is scaled while the next one is multiplied.
         let (sums, y) = tiles.room::<R>(2 * groups, groups);
         if R::BLOCKED_H {
-            for slice in 0..=geometry.slices() {
-                if slice < geometry.slices() {
+            let Range { start, end } = self.slices;
+            for slice in start..=end {
+                if slice < end {
                     self.multiply_slice(m, slice, &mut sums[slice % 2 * groups..][..groups]);
                 }
-                if let Some(slice) = slice.checked_sub(1) {
+                if slice > start {
+                    let slice = slice - 1;
                     self.add_slice(v, slice, &sums[slice % 2 * groups..][..groups], y);
                 }
             }
         } else {
             let weights = Panel::runs(
-                self.expert.down_panels_from(self.panel),
+                self.expert.down_panels_from(self.slices.start, self.panel),
                 geometry.down_units(),
                 geometry.slice_bytes(),
-                geometry.slices(),
+                self.slices.len(),
             );
-            let span = Span { unit: 0, block: 0 };
+            let span = Span {
+                unit: self.slices.start * geometry.down_units(),
+                block: 0,
+            };
             R::multiply(
                 m,
                 self.prefetching(weights),
@@ -745,7 +785,11 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
             }
         }
         let scales = self.expert.down_row_scales(self.panel);
-        let bias = self.expert.down_bias(self.panel);
+        // Of the parts of an expert the one with the first slice adds the bias.
+        let bias = match self.slices.start {
+            0 => self.expert.down_bias(self.panel),
+            _ => None,
+        };
         for y in &mut *y {
             if let Some(scales) = &scales {
                 for (row, &scale) in y.0.iter_mut().zip(scales) {
@@ -781,7 +825,7 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         let rows = self.expert.down_block_scales(slice, self.panel);
         for g in 0..self.h.len() {
             let tokens = &self.h[g].scales[slice];
-            if slice == 0 {
+            if slice == self.slices.start {
                 R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
             } else {
                 R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);

@@ -135,7 +135,7 @@ impl Layer {
 }
 
 /// Machines that are tried.
-const MACHINES: usize = 300;
+const MACHINES: usize = 60;
 
 const LAYERS: [Layer; 2] = [Layer::new(128, 2048, 768, 8), Layer::new(64, 4096, 1536, 8)];
 

@@ -6,7 +6,9 @@ mod check;
 mod demo;
 mod doctor;
 mod load;
+mod machine;
 mod moe;
+mod plan;
 mod table;
 
 use asym_gemm::formats::WeightFormat;
@@ -36,6 +38,8 @@ enum Command {
     Demo(demo::DemoArguments),
     /// Run one MoE layer of a checkpoint: router, experts, shared expert.
     Moe(moe::MoeArguments),
+    /// Predict a layer's time, bytes and memory under each policy, on this or a given machine.
+    Plan(plan::PlanArguments),
     /// Compare kernels with this machine's ceilings.
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -155,6 +159,7 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
     let outcome = match &arguments.command {
         Command::Demo(a) => demo::run(a, arguments.json, &mut text),
         Command::Moe(a) => moe::run(a, arguments.json, &mut text),
+        Command::Plan(a) => plan::run(a, arguments.threads, arguments.json, &mut text),
         Command::Bench(BenchCommand::Cpu(a)) => {
             bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
         }

@@ -33,7 +33,7 @@ use crate::gemm::{Output, RowBuffer};
 use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, add_block};
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
@@ -588,13 +588,12 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                 let gate_bias = block.expert.gate_up_bias(slice, 2 * pair);
                 let up_bias = block.expert.gate_up_bias(slice, 2 * pair + 1);
                 for (g, h) in h[..count].iter_mut().enumerate() {
-                    let (mut gate, mut up) = (Tile::default(), Tile::default());
-                    products.scaled(v, 0, g, &x[g], &gate_rows, &mut gate);
-                    products.scaled(v, 1, g, &x[g], &up_rows, &mut up);
-                    add_bias(v, &mut gate, &gate_bias);
-                    add_bias(v, &mut up, &up_bias);
-                    let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
-                    activate(v, job.call.activation, &gate, &up, &mut panels[pair]);
+                    let gate = biased(v, products.scaled(v, 0, g, &x[g], &gate_rows), &gate_bias);
+                    let up = biased(v, products.scaled(v, 1, g, &x[g], &up_rows), &up_bias);
+                    let rows = &mut h.as_chunks_mut::<PANEL_ROWS>().0[pair];
+                    for (r, h) in rows.iter_mut().enumerate() {
+                        v.store(v.activate(job.call.activation, gate(r), up(r)), h);
+                    }
                 }
             }
             for (g, h) in h[..count].iter().enumerate() {
@@ -648,6 +647,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             .min(first_panel + job.division.down_panels);
         let panels = first_panel..end_panel;
         let Scratch { tiles, rows, .. } = scratch;
+        let v = m.vector();
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
         for slice in 0..geometry.slices() {
@@ -676,8 +676,13 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                     in_cache: first > 0,
                 };
                 let y = down.run(m, tiles);
+                let (scales, bias) = (down.row_scales(), down.bias());
                 for (g, y) in y.iter().enumerate() {
-                    rows.put(m, i, g, h[g].tokens, y);
+                    let scaled = |r: usize| match &scales {
+                        Some(scales) => v.mul(v.load(&y.0[r]), v.splat(scales[r])),
+                        None => v.load(&y.0[r]),
+                    };
+                    rows.put(v, i, g, h[g].tokens, biased(v, scaled, &bias));
                 }
             }
             let column = first_panel * PANEL_ROWS;
@@ -710,7 +715,7 @@ struct DownPanel<'j, 'a, R: Recipe, O> {
 
 impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     #[inline(always)]
-    fn run<M: Multiply>(self, m: M, tiles: &mut Tiles) -> &[Tile<f32>] {
+    fn run<'t, M: Multiply>(&self, m: M, tiles: &'t mut Tiles) -> &'t [Tile<f32>] {
         let v = m.vector();
         let geometry = self.job.geometry();
         let groups = self.h.len();
@@ -740,21 +745,22 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
                 span,
                 &mut sums[..groups],
             );
-            for g in 0..groups {
-                R::scale(v, &sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
+            for (sums, y) in sums.iter().zip(&mut *y) {
+                add_block::<R, _>(v, true, sums, None, &[1.0; TOKENS], y);
             }
-        }
-        let scales = self.expert.down_row_scales(self.panel);
-        let bias = self.expert.down_bias(self.panel);
-        for y in &mut *y {
-            if let Some(scales) = &scales {
-                for (row, &scale) in y.0.iter_mut().zip(scales) {
-                    v.store(v.mul(v.load(row), v.splat(scale)), row);
-                }
-            }
-            add_bias(v, y, &bias);
         }
         y
+    }
+
+    /// Scales of the rows over all of I.
+    #[inline(always)]
+    fn row_scales(&self) -> Option<Lanes<f32>> {
+        self.expert.down_row_scales(self.panel)
+    }
+
+    #[inline(always)]
+    fn bias(&self) -> Option<Lanes<f32>> {
+        self.expert.down_bias(self.panel)
     }
 
     /// The same panel; the one that follows in its slice is fetched meanwhile.
@@ -778,14 +784,10 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
 
     #[inline(always)]
     fn add_slice<V: Vector>(&self, v: V, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
-        let rows = self.expert.down_block_scales(slice, self.panel);
-        for g in 0..self.h.len() {
-            let tokens = &self.h[g].scales[slice];
-            if slice == 0 {
-                R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
-            } else {
-                R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
-            }
+        let rows = R::DOWN_ROWS_SCALED.then(|| self.expert.down_block_scales(slice, self.panel));
+        for (g, h) in self.h.iter().enumerate() {
+            let tokens = &h.scales[slice];
+            add_block::<R, _>(v, slice == 0, &sums[g], rows.as_ref(), tokens, &mut y[g]);
         }
     }
 }
@@ -823,25 +825,15 @@ impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
     }
 }
 
+/// The rows of a product plus their biases.
 #[inline(always)]
-fn add_bias<V: Vector>(v: V, y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
-    if let Some(bias) = bias {
-        for (row, &bias) in y.0.iter_mut().zip(bias) {
-            v.store(v.add(v.load(row), v.splat(bias)), row);
-        }
-    }
-}
-
-/// The activation of 16 rows of 16 tokens.
-#[inline(always)]
-fn activate<V: Vector>(
+fn biased<V: Vector>(
     v: V,
-    activation: Activation,
-    gate: &Tile<f32>,
-    up: &Tile<f32>,
-    h: &mut [Lanes<f32>; PANEL_ROWS],
-) {
-    for ((h, gate), up) in h.iter_mut().zip(&gate.0).zip(&up.0) {
-        v.store(v.activate(activation, v.load(gate), v.load(up)), h);
+    row: impl Fn(usize) -> V::F,
+    bias: &Option<Lanes<f32>>,
+) -> impl Fn(usize) -> V::F {
+    move |r| match bias {
+        Some(bias) => v.add(row(r), v.splat(bias[r])),
+        None => row(r),
     }
 }

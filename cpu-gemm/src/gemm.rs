@@ -29,7 +29,7 @@ use crate::product::{self, Tiles, Weights};
 use crate::recipe::{self, MAX_EXACT_K, Recipe};
 use crate::region::{Latch, Region};
 use crate::shared::Shared;
-use crate::tile::{Lanes, TOKENS, Tile};
+use crate::tile::{Lanes, TOKENS};
 use crate::tokens::{EncodedRow, Groups, MAX_PASS, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
 use crate::vector::{FromLanes, Vector};
@@ -501,9 +501,8 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
                 let scales = weights.scales(0, 0);
                 for (g, x) in x.iter().enumerate() {
-                    let mut y = Tile::default();
-                    products.scaled(v, 0, g, x, &scales, &mut y);
-                    rows.put(m, p, g, x.tokens, &y);
+                    let scaled = products.scaled(v, 0, g, x, &scales);
+                    rows.put(v, p, g, x.tokens, scaled);
                 }
             }
             let first_column = panels.start * PANEL_ROWS;
@@ -544,24 +543,23 @@ impl<'b, O: Output> RowBuffer<'b, O> {
         }
     }
 
-    /// Stores panel `panel` of group `group`.
+    /// Stores panel `panel` of group `group`: `row(r)` is weight row r.
     #[inline(always)]
-    pub(crate) fn put<M: Multiply>(
+    pub(crate) fn put<V: Vector>(
         &mut self,
-        m: M,
+        v: V,
         panel: usize,
         group: usize,
         tokens: usize,
-        y: &Tile<f32>,
+        row: impl Fn(usize) -> V::F,
     ) {
-        let mut by_token = Tile::<f32>::default();
-        m.transpose(y.as_words(), by_token.as_words_mut());
-        let v = m.vector();
-        for t in 0..tokens {
-            let start = (group * TOKENS + t) * self.stride + panel * PANEL_ROWS;
-            let out = self.rows[start..].first_chunk_mut();
+        let by_token = v.transpose(std::array::from_fn(|r| v.bits(row(r))));
+        let start = group * TOKENS * self.stride + panel * PANEL_ROWS;
+        let rows = self.rows[start..].chunks_mut(self.stride);
+        for (lanes, row) in by_token.into_iter().zip(rows).take(tokens) {
+            let out = row.first_chunk_mut();
             let out = out.expect("rows are at least as long as the panels");
-            O::from_lanes(v, v.load(&by_token.0[t]), out);
+            O::from_lanes(v, v.as_float(lanes), out);
         }
     }
 

@@ -1,7 +1,7 @@
 //! Several panels times the groups of one pass.
 
 use crate::kernels::{Group, Multiply, Panel, Span};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, add_block};
 use crate::tile::{Lanes, Tile};
 use crate::vector::Vector;
 
@@ -62,23 +62,26 @@ pub(crate) struct Products<'t, R: Recipe> {
 }
 
 impl<R: Recipe> Products<'_, R> {
-    /// The scaled product of panel `p` and group `g`; `x` is that group, `rows` the panel's scales if
-    /// K is one block.
+    /// The rows of the scaled product of panel `p` and group `g`; `x` is that group, `rows` the
+    /// panel's scales if K is one block.
     #[inline(always)]
-    pub(crate) fn scaled<V: Vector>(
-        &self,
+    pub(crate) fn scaled<'p, V: Vector>(
+        &'p self,
         v: V,
         p: usize,
         g: usize,
         x: &Group<'_>,
-        rows: &Lanes<f32>,
-        out: &mut Tile<f32>,
-    ) {
+        rows: &'p Lanes<f32>,
+    ) -> impl Fn(usize) -> V::F + 'p
+    where
+        V::F: 'p,
+        V: 'p,
+    {
         let i = p * self.groups + g;
-        if R::BLOCKED_X {
-            *out = self.y[i];
-        } else {
-            R::scale(v, &self.sums[i], rows, &x.scales[0], out);
+        let tokens = v.load(&x.scales[0]);
+        move |r| match R::BLOCKED_X {
+            true => v.load(&self.y[i].0[r]),
+            false => R::first(v, &self.sums[i].0[r], R::scale(v, tokens, rows[r])),
         }
     }
 }
@@ -127,11 +130,7 @@ pub(crate) fn multiply<'t, R: Recipe, M: Multiply>(
                 let rows = weights.scales(p, block);
                 for g in 0..groups {
                     let tokens = &x[g].scales[block];
-                    if block == 0 {
-                        R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
-                    } else {
-                        R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
-                    }
+                    add_block::<R, _>(v, block == 0, &sums[g], Some(&rows), tokens, &mut y[g]);
                 }
             }
         }

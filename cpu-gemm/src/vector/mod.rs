@@ -14,7 +14,7 @@ mod plain;
 use asym_gemm_formats::activation::{Activation, exp_constants};
 use half::bf16;
 
-use crate::tile::Lanes;
+use crate::tile::{Lanes, TOKENS, Tile};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2Vector;
@@ -70,11 +70,23 @@ pub(crate) trait Vector: Copy {
     fn store_bytes(self, x: Self::I, out: &mut Lanes<u8>);
     /// The lower half of each lane.
     fn store_halves(self, x: Self::I, out: &mut Lanes<u16>);
+
+    /// Lane t of result r is lane r of row t.
+    fn transpose(self, rows: [Self::I; TOKENS]) -> [Self::I; TOKENS];
 }
 
 /// Operations made of those of [`Vector`], each equal to its scalar definition in
 /// `asym_gemm_formats` lane by lane.
 pub(crate) trait VectorMath: Vector {
+    /// Rows become columns of `out`.
+    #[inline(always)]
+    fn transpose_tile(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        let rows = std::array::from_fn(|r| self.load_int(bytemuck::cast_ref(&tile.0[r])));
+        for (row, out) in self.transpose(rows).into_iter().zip(&mut out.0) {
+            self.store_int(row, out);
+        }
+    }
+
     /// `round_half_even`.
     #[inline(always)]
     fn round(self, x: Self::F) -> Self::F {

@@ -29,12 +29,13 @@ use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
 use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
-use crate::gemm::{Output, RowBuffer};
+use crate::gemm::Output;
 use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
 use crate::recipe::{Recipe, add_block};
 use crate::region::{Latch, Region};
+use crate::rows::{self, RowWriter};
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
@@ -245,6 +246,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
         slices: (0..blocks.len() * slices)
             .map(|_| Latch::new(division.parts()))
             .collect(),
+        stream: rows::streams::<f32>(y.len()),
         y: Shared::new(y),
         combine,
         encoded_all: Latch::new(steps.count(Step::Encode)),
@@ -350,6 +352,8 @@ struct Job<'a, R: Recipe, O> {
     /// One latch for each block and slice.
     slices: Vec<Latch>,
     y: Shared<'a, f32>,
+    /// Whether y passes the caches by.
+    stream: bool,
     combine: Option<Sums<'a, O>>,
     encoded_all: Latch,
     down_all: Latch,
@@ -363,8 +367,8 @@ struct Scratch {
     tiles: Tiles,
     /// `[group of a pass][row of the slice]`.
     h: Vec<[Lanes<f32>; SLICE]>,
-    /// Rows of y.
-    rows: Buffer,
+    /// Lines of y.
+    lines: Buffer,
     /// The rounded words of one slice.
     words: Vec<Lanes<u32>>,
     /// One row of x in f32.
@@ -646,7 +650,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             .down_panels()
             .min(first_panel + job.division.down_panels);
         let panels = first_panel..end_panel;
-        let Scratch { tiles, rows, .. } = scratch;
+        let Scratch { tiles, lines, .. } = scratch;
         let v = m.vector();
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
@@ -664,7 +668,19 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                 };
                 (pass(first, count), pass(first + count, following))
             };
-            let mut rows = RowBuffer::<f32>::new(rows, panels.len());
+            let column = first_panel * PANEL_ROWS;
+            // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
+            // columns; readers wait for `down_all`.
+            let mut rows = unsafe {
+                RowWriter::new(
+                    &job.y,
+                    (block.start + first * TOKENS) * geometry.hidden + column,
+                    geometry.hidden,
+                    (panels.len() * PANEL_ROWS).min(geometry.hidden - column),
+                    lines,
+                    job.stream,
+                )
+            };
             for (i, panel) in panels.clone().enumerate() {
                 let units = geometry.slices() * geometry.down_units();
                 prefetch_share::<R, M>(&next[..following], 0..units, i, panels.len());
@@ -685,20 +701,9 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                     rows.put(v, i, g, h[g].tokens, biased(v, scaled, &bias));
                 }
             }
-            let column = first_panel * PANEL_ROWS;
-            let columns = (panels.len() * PANEL_ROWS).min(geometry.hidden - column);
-            for t in 0..count * TOKENS {
-                let token = first * TOKENS + t;
-                if token < block.tokens.len() {
-                    let start = (block.start + token) * geometry.hidden + column;
-                    // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
-                    // their columns; readers wait for `down_all`.
-                    let y = unsafe { job.y.write(start, columns) };
-                    rows.copy_row(t, y);
-                }
-            }
             first += count;
         }
+        v.fence();
         job.down_all.done();
     }
 }

@@ -247,6 +247,28 @@ impl Vector for Avx2Vector {
     }
 
     #[inline(always)]
+    fn write_line(self, x: I, out: &mut [u8; 64], stream: bool) {
+        let out = out.as_mut_ptr().cast::<I>();
+        // SAFETY: the features were detected, as the value proves; `out` is as long as the
+        // registers, and aligned to theirs where that matters.
+        unsafe {
+            if stream && out.is_aligned() {
+                _mm256_stream_si256(out.cast(), x[0]);
+                _mm256_stream_si256(out.cast::<__m256i>().add(1), x[1]);
+            } else {
+                _mm256_storeu_si256(out.cast(), x[0]);
+                _mm256_storeu_si256(out.cast::<__m256i>().add(1), x[1]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86-64 processor has the instruction.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
     fn transpose(self, rows: [I; TOKENS]) -> [I; TOKENS] {
         // SAFETY: the features were detected, as the value proves.
         unsafe { transpose(rows) }

@@ -202,6 +202,26 @@ impl Vector for Avx512Vector {
     }
 
     #[inline(always)]
+    fn write_line(self, x: I, out: &mut [u8; 64], stream: bool) {
+        let out = out.as_mut_ptr().cast::<I>();
+        // SAFETY: the features were detected, as the value proves; `out` is as long as the register,
+        // and aligned to its length where that matters.
+        unsafe {
+            if stream && out.is_aligned() {
+                _mm512_stream_si512(out, x);
+            } else {
+                _mm512_storeu_si512(out, x);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86-64 processor has the instruction.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
     fn transpose(self, rows: [I; TOKENS]) -> [I; TOKENS] {
         // SAFETY: the features were detected, as the value proves.
         unsafe { transpose(rows) }

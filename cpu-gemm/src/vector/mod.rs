@@ -71,6 +71,12 @@ pub(crate) trait Vector: Copy {
     /// The lower half of each lane.
     fn store_halves(self, x: Self::I, out: &mut Lanes<u16>);
 
+    /// Writes a cache line; if `stream`, past the caches where that is possible, and then visible to
+    /// other threads only after a [`Vector::fence`].
+    fn write_line(self, x: Self::I, out: &mut [u8; 64], stream: bool);
+    /// Orders earlier writes, those past the caches too, before later ones.
+    fn fence(self);
+
     /// Lane t of result r is lane r of row t.
     fn transpose(self, rows: [Self::I; TOKENS]) -> [Self::I; TOKENS];
 }

@@ -174,6 +174,14 @@ impl Vector for PlainVector {
     }
 
     #[inline(always)]
+    fn write_line(self, x: Lanes<u32>, out: &mut [u8; 64], _stream: bool) {
+        *out = bytemuck::cast(x);
+    }
+
+    #[inline(always)]
+    fn fence(self) {}
+
+    #[inline(always)]
     fn transpose(self, rows: [Lanes<u32>; TOKENS]) -> [Lanes<u32>; TOKENS] {
         std::array::from_fn(|r| std::array::from_fn(|t| rows[t][r]))
     }

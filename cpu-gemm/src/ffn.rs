@@ -40,7 +40,7 @@ use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
-use crate::vector::{Vector, VectorMath};
+use crate::vector::{LaneRows, Vector, VectorMath};
 use crate::workspace::{Buffer, Workspace};
 
 /// Most tokens of a block: their h and sums stay in the second-level cache.
@@ -592,11 +592,18 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                 let gate_bias = block.expert.gate_up_bias(slice, 2 * pair);
                 let up_bias = block.expert.gate_up_bias(slice, 2 * pair + 1);
                 for (g, h) in h[..count].iter_mut().enumerate() {
-                    let gate = biased(v, products.scaled(v, 0, g, &x[g], &gate_rows), &gate_bias);
-                    let up = biased(v, products.scaled(v, 1, g, &x[g], &up_rows), &up_bias);
+                    let gate = Biased {
+                        rows: products.scaled(v, 0, g, &x[g], &gate_rows),
+                        bias: &gate_bias,
+                    };
+                    let up = Biased {
+                        rows: products.scaled(v, 1, g, &x[g], &up_rows),
+                        bias: &up_bias,
+                    };
                     let rows = &mut h.as_chunks_mut::<PANEL_ROWS>().0[pair];
                     for (r, h) in rows.iter_mut().enumerate() {
-                        v.store(v.activate(job.call.activation, gate(r), up(r)), h);
+                        let (gate, up) = (gate.row(v, r), up.row(v, r));
+                        v.store(v.activate(job.call.activation, gate, up), h);
                     }
                 }
             }
@@ -694,11 +701,11 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                 let y = down.run(m, tiles);
                 let (scales, bias) = (down.row_scales(), down.bias());
                 for (g, y) in y.iter().enumerate() {
-                    let scaled = |r: usize| match &scales {
-                        Some(scales) => v.mul(v.load(&y.0[r]), v.splat(scales[r])),
-                        None => v.load(&y.0[r]),
+                    let y = Biased {
+                        rows: RowScaled { y, scales: &scales },
+                        bias: &bias,
                     };
-                    rows.put(v, i, g, h[g].tokens, biased(v, scaled, &bias));
+                    rows.put(v, i, g, h[g].tokens, &y);
                 }
             }
             first += count;
@@ -830,15 +837,36 @@ impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
     }
 }
 
-/// The rows of a product plus their biases.
-#[inline(always)]
-fn biased<V: Vector>(
-    v: V,
-    row: impl Fn(usize) -> V::F,
-    bias: &Option<Lanes<f32>>,
-) -> impl Fn(usize) -> V::F {
-    move |r| match bias {
-        Some(bias) => v.add(row(r), v.splat(bias[r])),
-        None => row(r),
+/// Rows times their scales.
+struct RowScaled<'a> {
+    y: &'a Tile<f32>,
+    scales: &'a Option<Lanes<f32>>,
+}
+
+impl<V: Vector> LaneRows<V> for RowScaled<'_> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        let y = self.y.row(v, r);
+        match self.scales {
+            Some(scales) => v.mul(y, v.splat(scales[r])),
+            None => y,
+        }
+    }
+}
+
+/// Rows plus their biases.
+struct Biased<'a, S> {
+    rows: S,
+    bias: &'a Option<Lanes<f32>>,
+}
+
+impl<V: Vector, S: LaneRows<V>> LaneRows<V> for Biased<'_, S> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        let row = self.rows.row(v, r);
+        match self.bias {
+            Some(bias) => v.add(row, v.splat(bias[r])),
+            None => row,
+        }
     }
 }

@@ -524,7 +524,7 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 let scales = weights.scales(0, 0);
                 for (g, x) in x.iter().enumerate() {
                     let scaled = products.scaled(v, 0, g, x, &scales);
-                    rows.put(v, p, g, x.tokens, scaled);
+                    rows.put(v, p, g, x.tokens, &scaled);
                 }
             }
             first += groups;

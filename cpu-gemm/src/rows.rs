@@ -8,7 +8,7 @@ use crate::gemm::Output;
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS};
 use crate::tokens::MAX_PASS;
-use crate::vector::Vector;
+use crate::vector::{LaneRows, Vector};
 use crate::workspace::Buffer;
 
 /// Outputs from this size on are written past the caches: more than a few cores' second level.
@@ -63,8 +63,7 @@ impl<'w, 'o, O: Output> RowWriter<'w, 'o, O> {
         }
     }
 
-    /// Panel `panel` of the task for the `tokens` tokens of group `group`: `row(r)` is weight row
-    /// r. Panels come in order.
+    /// Panel `panel` of the task for the `tokens` tokens of group `group`. Panels come in order.
     #[inline(always)]
     pub(crate) fn put<V: Vector>(
         &mut self,
@@ -72,9 +71,13 @@ impl<'w, 'o, O: Output> RowWriter<'w, 'o, O> {
         panel: usize,
         group: usize,
         tokens: usize,
-        row: impl Fn(usize) -> V::F,
+        rows: &impl LaneRows<V>,
     ) {
-        let by_token = v.transpose(std::array::from_fn(|r| v.bits(row(r))));
+        let mut by_row = [v.splat_int(0); TOKENS];
+        for (r, lanes) in by_row.iter_mut().enumerate() {
+            *lanes = v.bits(rows.row(v, r));
+        }
+        let by_token = v.transpose(by_row);
         let part = panel % Self::PANELS;
         let first = (panel - part) * TOKENS;
         let filled = self.columns.min((panel + 1) * TOKENS) - first;

@@ -264,11 +264,12 @@ impl<'a> Groups<'a> {
                 let shared = rows.iter().map(|row| row.len() / LINE).min().unwrap_or(0);
                 let (whole, rest) = tiles.split_at_mut(shared);
                 for (i, out) in whole.iter_mut().enumerate() {
-                    let lines = rows.map(|row| {
-                        let words: Lanes<i32> =
+                    let mut lines = [v.splat_int(0); TOKENS];
+                    for (words, row) in lines.iter_mut().zip(&rows) {
+                        let line: Lanes<i32> =
                             bytemuck::pod_read_unaligned(&row[i * LINE..][..LINE]);
-                        v.load_int(&words)
-                    });
+                        *words = v.load_int(&line);
+                    }
                     let (out, _) = out.as_chunks_mut::<LINE>();
                     for (words, out) in v.transpose(lines).into_iter().zip(out) {
                         v.store_int(words, bytemuck::cast_mut(out));

@@ -30,7 +30,7 @@ use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
 use crate::gemm::Output;
-use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
+use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes};
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
 use crate::recipe::{Recipe, add_block};
@@ -367,8 +367,8 @@ struct Scratch {
     tiles: Tiles,
     /// `[group of a pass][row of the slice]`.
     h: Vec<[Lanes<f32>; SLICE]>,
-    /// Lines of y.
-    lines: Buffer,
+    /// Parts of rows of y.
+    runs: Buffer,
     /// The rounded words of one slice.
     words: Vec<Lanes<u32>>,
     /// One row of x in f32.
@@ -565,18 +565,10 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: the groups of the block are packed.
-            let (x, next) = unsafe {
-                let pass = |first, count| {
-                    pass(&job.x, block.first_group, block.tokens.len(), first, count)
-                };
-                (pass(first, count), pass(first + count, following))
-            };
+            let x = unsafe { pass(&job.x, block.first_group, block.tokens.len(), first, count) };
             let x = &x[..count];
             for pair in first_pair..end_pair {
-                let (i, of) = (pair - first_pair, end_pair - first_pair);
-                prefetch_share::<R, M>(&next[..following], 0..geometry.hidden_units(), i, of);
                 let weights = GateUpPanels {
                     expert: block.expert,
                     slice,
@@ -657,7 +649,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             .down_panels()
             .min(first_panel + job.division.down_panels);
         let panels = first_panel..end_panel;
-        let Scratch { tiles, lines, .. } = scratch;
+        let Scratch { tiles, runs, .. } = scratch;
         let v = m.vector();
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
@@ -667,14 +659,8 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: h of the block is complete.
-            let (h, next) = unsafe {
-                let pass = |first, count| {
-                    pass(&job.h, block.first_group, block.tokens.len(), first, count)
-                };
-                (pass(first, count), pass(first + count, following))
-            };
+            let h = unsafe { pass(&job.h, block.first_group, block.tokens.len(), first, count) };
             let column = first_panel * PANEL_ROWS;
             // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
             // columns; readers wait for `down_all`.
@@ -684,13 +670,11 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                     (block.start + first * TOKENS) * geometry.hidden + column,
                     geometry.hidden,
                     (panels.len() * PANEL_ROWS).min(geometry.hidden - column),
-                    lines,
+                    runs,
                     job.stream,
                 )
             };
             for (i, panel) in panels.clone().enumerate() {
-                let units = geometry.slices() * geometry.down_units();
-                prefetch_share::<R, M>(&next[..following], 0..units, i, panels.len());
                 let down = DownPanel {
                     job,
                     expert: block.expert,

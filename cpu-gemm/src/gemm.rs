@@ -19,7 +19,7 @@ use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
-use crate::kernels::{Body, Kernel, Multiply, Panel, prefetch_share};
+use crate::kernels::{Body, Kernel, Multiply, Panel};
 use crate::matrix::{
     Bf16Weights, Codes, Fp8Weights, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef,
     WeightsRef,
@@ -353,8 +353,8 @@ struct Scratch {
     tiles: Tiles,
     /// Panels that had to be copied.
     copies: Vec<u8>,
-    /// Lines of D.
-    lines: Buffer,
+    /// Parts of rows of D.
+    runs: Buffer,
 }
 
 thread_local! {
@@ -462,7 +462,7 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 Scratch {
                     tiles,
                     copies,
-                    lines,
+                    runs,
                 },
         } = self;
         let units = row_bytes::<R>(job.shape.k) / R::X_UNIT_BYTES;
@@ -484,12 +484,8 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
         let mut first = 0;
         while first < block.groups() {
             let groups = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - groups);
             // SAFETY: the groups of the block are packed.
-            let (x, next) = unsafe {
-                let pass = |first, count| pass(&job.x, block.first_group, block.rows, first, count);
-                (pass(first, groups), pass(first + groups, following))
-            };
+            let x = unsafe { pass(&job.x, block.first_group, block.rows, first, groups) };
             let x = &x[..groups];
             let first_column = panels.start * PANEL_ROWS;
             // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
@@ -500,12 +496,11 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                     (block.start + first * TOKENS) * job.stride + first_column,
                     job.stride,
                     (count * PANEL_ROWS).min(job.shape.n - first_column),
-                    lines,
+                    runs,
                     job.stream,
                 )
             };
             for p in 0..count {
-                prefetch_share::<R, M>(&next[..following], 0..units, p, count);
                 let weights = TaskPanels {
                     b: job.operands.b,
                     scales: job.operands.scales,

@@ -1,5 +1,6 @@
 //! The entry points that depend on the instruction set.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use asym_gemm_formats::WeightFormat;
@@ -147,6 +148,7 @@ impl Engine {
             activation,
             x: x.into(),
             groups,
+            slices: None,
         };
         let hidden = bank.geometry().hidden;
         let rows = y.len() / hidden;
@@ -175,8 +177,55 @@ impl Engine {
             activation,
             x: x.into(),
             groups,
+            slices: None,
         };
-        let hidden = bank.geometry().hidden;
+        self.layer(&call, slots, out)
+    }
+
+    /// The part of [`Engine::expert_layer`] that lies in some slices of 128 of the intermediate
+    /// dimension: `slices[g]` is the part that group `g` takes. Somebody else computes the other
+    /// parts, and the sum of all parts' `out` is the layer's.
+    ///
+    /// y is the sum over the group's slices in their order, then scaled as that of whole experts;
+    /// the down bias is in the part that has slice 0. So the sum of two parts differs from the
+    /// whole by the roundings of f32 additions in another grouping.
+    ///
+    /// # Errors
+    /// As [`Engine::expert_layer`]; also if there is not one range for each group, or one is empty
+    /// or goes past the expert.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "those of `expert_layer` and the slices"
+    )]
+    pub fn expert_layer_slices<'a, O: Output>(
+        &self,
+        bank: BankRef<'a>,
+        activation: Activation,
+        x: impl Into<Rows<'a>>,
+        groups: &'a [ExpertGroup<'a>],
+        slices: &'a [Range<usize>],
+        slots: Slots<'a>,
+        out: &mut [O],
+    ) -> Result<(), CpuError> {
+        ffn::validate_slices(bank, groups, slices)?;
+        let call = Call {
+            bank,
+            activation,
+            x: x.into(),
+            groups,
+            slices: Some(slices),
+        };
+        self.layer(&call, slots, out)
+    }
+
+    fn layer<O: Output>(
+        &self,
+        call: &Call<'_>,
+        slots: Slots<'_>,
+        out: &mut [O],
+    ) -> Result<(), CpuError> {
+        let groups = call.groups;
+        let hidden = call.bank.geometry().hidden;
         same("the length of out", call.x.len(), out.len())?;
         let rows = groups
             .iter()
@@ -186,9 +235,9 @@ impl Engine {
         // Every row belongs to one group, so there are as many as routed tokens.
         let routed = groups.iter().map(|group| group.tokens.len()).sum();
         same("the number of rows that the groups reach", routed, rows)?;
-        ffn::validate(bank, call.x, groups, rows)?;
+        ffn::validate(call.bank, call.x, groups, rows)?;
         slots.validate(out.len() / hidden, rows)?;
-        self.ffn(&call, Destination::Tokens { slots, rows, out })
+        self.ffn(call, Destination::Tokens { slots, rows, out })
     }
 
     fn ffn<O: Output>(

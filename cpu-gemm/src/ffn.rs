@@ -22,6 +22,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
@@ -73,6 +74,10 @@ struct Block<'a> {
     tokens: &'a [u32],
     /// First of its groups of 16.
     first_group: usize,
+    /// Its part of the slices.
+    slices: Range<usize>,
+    /// Slices of the blocks before it.
+    first_slice: usize,
     kernel: Kernel,
     /// Opens when all groups are packed.
     packed: Latch,
@@ -130,6 +135,27 @@ pub(crate) struct Call<'a> {
     pub(crate) activation: Activation,
     pub(crate) x: Rows<'a>,
     pub(crate) groups: &'a [ExpertGroup<'a>],
+    /// The part of the slices that each group takes; `None`: all of them.
+    pub(crate) slices: Option<&'a [Range<usize>]>,
+}
+
+/// Checks the parts of the slices of a call.
+pub(crate) fn validate_slices(
+    bank: BankRef<'_>,
+    groups: &[ExpertGroup<'_>],
+    slices: &[Range<usize>],
+) -> Result<(), CpuError> {
+    same("the number of slice ranges", groups.len(), slices.len())?;
+    let of_expert = bank.geometry().slices();
+    let bad = |range: &Range<usize>| range.start >= range.end || range.end > of_expert;
+    match slices.iter().position(bad) {
+        None => Ok(()),
+        Some(group) => Err(CpuError::SliceRange {
+            group,
+            range: slices[group].clone(),
+            slices: of_expert,
+        }),
+    }
 }
 
 /// Where the results go.
@@ -187,8 +213,9 @@ pub(crate) fn run<R: Recipe, O: Output>(
 
     let slices = geometry.slices();
     let mut blocks = Vec::new();
-    let mut groups = 0;
-    for group in call.groups {
+    let (mut groups, mut slice_count) = (0, 0);
+    for (number, group) in call.groups.iter().enumerate() {
+        let part = call.slices.map_or(0..slices, |parts| parts[number].clone());
         for (i, tokens) in group.tokens.chunks(BLOCK_TOKENS).enumerate() {
             let count = tokens.len().div_ceil(TOKENS);
             blocks.push(Block {
@@ -196,18 +223,21 @@ pub(crate) fn run<R: Recipe, O: Output>(
                 start: group.start + i * BLOCK_TOKENS,
                 tokens,
                 first_group: groups,
+                slices: part.clone(),
+                first_slice: slice_count,
                 kernel: match R::EXACT {
                     true => kernel.for_few_tokens(tokens.len()),
                     false => kernel,
                 },
                 packed: Latch::new(count),
-                hidden: Latch::new(slices),
+                hidden: Latch::new(part.len()),
             });
             groups += count;
+            slice_count += part.len();
         }
     }
 
-    let division = Division::new(&geometry, blocks.len(), workers.threads());
+    let division = Division::new(&geometry, blocks.len(), slice_count, workers.threads());
     let rows = call.x.len() / geometry.hidden;
     let encode_rows = (ENCODE_ELEMENTS / geometry.hidden).max(1);
     let steps = Steps::new([
@@ -217,7 +247,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
             rows.div_ceil(encode_rows)
         },
         groups,
-        blocks.len() * slices * division.parts(),
+        slice_count * division.parts(),
         blocks.len() * geometry.down_panels().div_ceil(division.down_panels),
         match &combine {
             Some(sums) => sums.tasks.count(geometry.hidden),
@@ -243,7 +273,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
         ),
         h: Groups::new(groups, h_row_bytes, slices, h),
         staged: Shared::new(staged.take(staged_rows)),
-        slices: (0..blocks.len() * slices)
+        slices: (0..slice_count)
             .map(|_| Latch::new(division.parts()))
             .collect(),
         stream: rows::streams::<f32>(y.len()),
@@ -269,7 +299,7 @@ struct Division {
 }
 
 impl Division {
-    fn new(geometry: &BankGeometry, blocks: usize, threads: usize) -> Self {
+    fn new(geometry: &BankGeometry, blocks: usize, slices: usize, threads: usize) -> Self {
         let wanted = threads * TASKS_A_THREAD;
         let size = |items: usize, most: usize| {
             let size = (items / wanted).clamp(1, most);
@@ -277,7 +307,7 @@ impl Division {
             1 << size.ilog2()
         };
         Self {
-            pairs: size(blocks * geometry.slices() * SLICE_PAIRS, SLICE_PAIRS),
+            pairs: size(slices * SLICE_PAIRS, SLICE_PAIRS),
             down_panels: size(blocks * geometry.down_panels(), 16),
         }
     }
@@ -429,7 +459,9 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
     }
 
     fn block_of_gate_up(&self, number: usize) -> &Block<'_> {
-        &self.blocks[number / (self.division.parts() * self.geometry().slices())]
+        let slice = number / self.division.parts();
+        let of_slice = |block: &Block<'_>| block.first_slice <= slice;
+        &self.blocks[self.blocks.partition_point(of_slice) - 1]
     }
 
     fn block_of_down(&self, number: usize) -> &Block<'_> {
@@ -550,8 +582,8 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let geometry = job.geometry();
         let parts = job.division.parts();
         let (block_slice, part) = (number / parts, number % parts);
-        let slice = block_slice % geometry.slices();
         let block = job.block_of_gate_up(number);
+        let slice = block.slices.start + block_slice - block.first_slice;
         let len = geometry.slice_len(slice);
         let first_pair = part * job.division.pairs;
         let end_pair = len
@@ -653,7 +685,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
         let v = m.vector();
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
-        for slice in 0..geometry.slices() {
+        for slice in block.slices.clone() {
             prefetch_bytes(block.expert.down_panel(slice, first_panel));
         }
         let mut first = 0;
@@ -678,6 +710,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                 let down = DownPanel {
                     job,
                     expert: block.expert,
+                    slices: block.slices.clone(),
                     panel,
                     h: &h[..count],
                     in_cache: first > 0,
@@ -703,6 +736,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
 struct DownPanel<'j, 'a, R: Recipe, O> {
     job: &'j Job<'a, R, O>,
     expert: ExpertRef<'a>,
+    slices: Range<usize>,
     panel: usize,
     h: &'j [Group<'j>],
     /// Whether an earlier pass has read the weights.
@@ -718,22 +752,27 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         // Two sets of sums: a slice is scaled while the next one is multiplied.
         let (sums, y) = tiles.room::<R>(2 * groups, groups);
         if R::BLOCKED_H {
-            for slice in 0..=geometry.slices() {
-                if slice < geometry.slices() {
+            let Range { start, end } = self.slices;
+            for slice in start..=end {
+                if slice < end {
                     self.multiply_slice(m, slice, &mut sums[slice % 2 * groups..][..groups]);
                 }
-                if let Some(slice) = slice.checked_sub(1) {
+                if slice > start {
+                    let slice = slice - 1;
                     self.add_slice(v, slice, &sums[slice % 2 * groups..][..groups], y);
                 }
             }
         } else {
             let weights = Panel::runs(
-                self.expert.down_panels_from(self.panel),
+                self.expert.down_panels_from(self.slices.start, self.panel),
                 geometry.down_units(),
                 geometry.slice_bytes(),
-                geometry.slices(),
+                self.slices.len(),
             );
-            let span = Span { unit: 0, block: 0 };
+            let span = Span {
+                unit: self.slices.start * geometry.down_units(),
+                block: 0,
+            };
             R::multiply(
                 m,
                 self.prefetching(weights),
@@ -754,9 +793,13 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         self.expert.down_row_scales(self.panel)
     }
 
+    /// The biases; of the parts of an expert, the one with the first slice adds them.
     #[inline(always)]
     fn bias(&self) -> Option<Lanes<f32>> {
-        self.expert.down_bias(self.panel)
+        match self.slices.start {
+            0 => self.expert.down_bias(self.panel),
+            _ => None,
+        }
     }
 
     /// The same panel; the one that follows in its slice is fetched meanwhile.
@@ -783,7 +826,14 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
         let rows = R::DOWN_ROWS_SCALED.then(|| self.expert.down_block_scales(slice, self.panel));
         for (g, h) in self.h.iter().enumerate() {
             let tokens = &h.scales[slice];
-            add_block::<R, _>(v, slice == 0, &sums[g], rows.as_ref(), tokens, &mut y[g]);
+            add_block::<R, _>(
+                v,
+                slice == self.slices.start,
+                &sums[g],
+                rows.as_ref(),
+                tokens,
+                &mut y[g],
+            );
         }
     }
 }

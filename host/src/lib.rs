@@ -2,6 +2,7 @@
 //!
 //! - [`checkpoint`]: an MoE layer from a Hugging Face checkpoint;
 //! - [`moe`]: routing, the packed row layout, the expert bank and the whole block;
+//! - [`dispatch`]: who computes what of a layer, by predicted time; what stays in GPU memory;
 //! - [`gemm`]: grouped GEMM on the GPU over plain row-major weights;
 //! - [`transfer`]: how weights reach the GPU, and what the link does;
 //! - [`driver`]: devices, memory and kernels, over a driver loaded at run time;
@@ -14,6 +15,7 @@
 #[cfg(feature = "bench")]
 pub mod bench;
 pub mod checkpoint;
+pub mod dispatch;
 #[cfg(feature = "cuda")]
 pub mod driver;
 #[cfg(feature = "cuda")]

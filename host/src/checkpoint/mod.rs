@@ -31,4 +31,5 @@ pub use plan::FusedLayout;
 pub use safetensors::Dtype;
 pub use shards::Checkpoint;
 pub use spec::TensorSpec;
+pub(crate) use write::replace;
 pub use write::{TensorData, write};

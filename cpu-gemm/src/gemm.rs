@@ -19,6 +19,7 @@ use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
+use crate::engine::Compiled;
 use crate::kernels::{Body, Kernel, Multiply, Panel};
 use crate::matrix::{
     Bf16Weights, Codes, Fp8Weights, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef,
@@ -56,7 +57,7 @@ pub struct GroupRange {
 
 /// Element types that D can have.
 #[expect(private_bounds, reason = "sealed")]
-pub trait Output: Pod + Send + Sync + FromLanes {
+pub trait Output: Pod + Send + Sync + FromLanes + Compiled {
     /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self;
 }

@@ -259,7 +259,7 @@ unsafe fn start(
         partial_bytes: (elements * 4) as u64,
     };
     let pieces = parts.iter().map(|p| p.pieces.len()).sum::<usize>();
-    let compute = || -> Result<f64, MoeError> {
+    let mut compute = || -> Result<f64, MoeError> {
         if !cpu_works {
             return Ok(0.0);
         }

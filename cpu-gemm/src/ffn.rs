@@ -30,17 +30,18 @@ use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
 use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
-use crate::gemm::{Output, RowBuffer};
-use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
+use crate::gemm::Output;
+use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes};
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, add_block};
 use crate::region::{Latch, Region};
+use crate::rows::{self, RowWriter};
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
-use crate::vector::{Vector, VectorMath};
+use crate::vector::{LaneRows, Vector, VectorMath};
 use crate::workspace::{Buffer, Workspace};
 
 /// Most tokens of a block: their h and sums stay in the second-level cache.
@@ -275,6 +276,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
         slices: (0..slice_count)
             .map(|_| Latch::new(division.parts()))
             .collect(),
+        stream: rows::streams::<f32>(y.len()),
         y: Shared::new(y),
         combine,
         encoded_all: Latch::new(steps.count(Step::Encode)),
@@ -380,6 +382,8 @@ struct Job<'a, R: Recipe, O> {
     /// One latch for each block and slice.
     slices: Vec<Latch>,
     y: Shared<'a, f32>,
+    /// Whether y passes the caches by.
+    stream: bool,
     combine: Option<Sums<'a, O>>,
     encoded_all: Latch,
     down_all: Latch,
@@ -393,8 +397,8 @@ struct Scratch {
     tiles: Tiles,
     /// `[group of a pass][row of the slice]`.
     h: Vec<[Lanes<f32>; SLICE]>,
-    /// Rows of y.
-    rows: Buffer,
+    /// Parts of rows of y.
+    runs: Buffer,
     /// The rounded words of one slice.
     words: Vec<Lanes<u32>>,
     /// One row of x in f32.
@@ -593,18 +597,10 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: the groups of the block are packed.
-            let (x, next) = unsafe {
-                let pass = |first, count| {
-                    pass(&job.x, block.first_group, block.tokens.len(), first, count)
-                };
-                (pass(first, count), pass(first + count, following))
-            };
+            let x = unsafe { pass(&job.x, block.first_group, block.tokens.len(), first, count) };
             let x = &x[..count];
             for pair in first_pair..end_pair {
-                let (i, of) = (pair - first_pair, end_pair - first_pair);
-                prefetch_share::<R, M>(&next[..following], 0..geometry.hidden_units(), i, of);
                 let weights = GateUpPanels {
                     expert: block.expert,
                     slice,
@@ -620,13 +616,19 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                 let gate_bias = block.expert.gate_up_bias(slice, 2 * pair);
                 let up_bias = block.expert.gate_up_bias(slice, 2 * pair + 1);
                 for (g, h) in h[..count].iter_mut().enumerate() {
-                    let (mut gate, mut up) = (Tile::default(), Tile::default());
-                    products.scaled(v, 0, g, &x[g], &gate_rows, &mut gate);
-                    products.scaled(v, 1, g, &x[g], &up_rows, &mut up);
-                    add_bias(v, &mut gate, &gate_bias);
-                    add_bias(v, &mut up, &up_bias);
-                    let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
-                    activate(v, job.call.activation, &gate, &up, &mut panels[pair]);
+                    let gate = Biased {
+                        rows: products.scaled(v, 0, g, &x[g], &gate_rows),
+                        bias: &gate_bias,
+                    };
+                    let up = Biased {
+                        rows: products.scaled(v, 1, g, &x[g], &up_rows),
+                        bias: &up_bias,
+                    };
+                    let rows = &mut h.as_chunks_mut::<PANEL_ROWS>().0[pair];
+                    for (r, h) in rows.iter_mut().enumerate() {
+                        let (gate, up) = (gate.row(v, r), up.row(v, r));
+                        v.store(v.activate(job.call.activation, gate, up), h);
+                    }
                 }
             }
             for (g, h) in h[..count].iter().enumerate() {
@@ -679,7 +681,8 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             .down_panels()
             .min(first_panel + job.division.down_panels);
         let panels = first_panel..end_panel;
-        let Scratch { tiles, rows, .. } = scratch;
+        let Scratch { tiles, runs, .. } = scratch;
+        let v = m.vector();
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
         for slice in block.slices.clone() {
@@ -688,19 +691,22 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: h of the block is complete.
-            let (h, next) = unsafe {
-                let pass = |first, count| {
-                    pass(&job.h, block.first_group, block.tokens.len(), first, count)
-                };
-                (pass(first, count), pass(first + count, following))
+            let h = unsafe { pass(&job.h, block.first_group, block.tokens.len(), first, count) };
+            let column = first_panel * PANEL_ROWS;
+            // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
+            // columns; readers wait for `down_all`.
+            let mut rows = unsafe {
+                RowWriter::new(
+                    &job.y,
+                    (block.start + first * TOKENS) * geometry.hidden + column,
+                    geometry.hidden,
+                    (panels.len() * PANEL_ROWS).min(geometry.hidden - column),
+                    runs,
+                    job.stream,
+                )
             };
-            let mut rows = RowBuffer::<f32>::new(rows, panels.len());
             for (i, panel) in panels.clone().enumerate() {
-                let units = geometry.down_units();
-                let units = block.slices.start * units..block.slices.end * units;
-                prefetch_share::<R, M>(&next[..following], units, i, panels.len());
                 let down = DownPanel {
                     job,
                     expert: block.expert,
@@ -710,24 +716,18 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
                     in_cache: first > 0,
                 };
                 let y = down.run(m, tiles);
+                let (scales, bias) = (down.row_scales(), down.bias());
                 for (g, y) in y.iter().enumerate() {
-                    rows.put(m, i, g, h[g].tokens, y);
-                }
-            }
-            let column = first_panel * PANEL_ROWS;
-            let columns = (panels.len() * PANEL_ROWS).min(geometry.hidden - column);
-            for t in 0..count * TOKENS {
-                let token = first * TOKENS + t;
-                if token < block.tokens.len() {
-                    let start = (block.start + token) * geometry.hidden + column;
-                    // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
-                    // their columns; readers wait for `down_all`.
-                    let y = unsafe { job.y.write(start, columns) };
-                    rows.copy_row(t, y);
+                    let y = Biased {
+                        rows: RowScaled { y, scales: &scales },
+                        bias: &bias,
+                    };
+                    rows.put(v, i, g, h[g].tokens, &y);
                 }
             }
             first += count;
         }
+        v.fence();
         job.down_all.done();
     }
 }
@@ -745,7 +745,7 @@ struct DownPanel<'j, 'a, R: Recipe, O> {
 
 impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     #[inline(always)]
-    fn run<M: Multiply>(self, m: M, tiles: &mut Tiles) -> &[Tile<f32>] {
+    fn run<'t, M: Multiply>(&self, m: M, tiles: &'t mut Tiles) -> &'t [Tile<f32>] {
         let v = m.vector();
         let geometry = self.job.geometry();
         let groups = self.h.len();
@@ -780,25 +780,26 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
                 span,
                 &mut sums[..groups],
             );
-            for g in 0..groups {
-                R::scale(v, &sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
+            for (sums, y) in sums.iter().zip(&mut *y) {
+                add_block::<R, _>(v, true, sums, None, &[1.0; TOKENS], y);
             }
-        }
-        let scales = self.expert.down_row_scales(self.panel);
-        // Of the parts of an expert the one with the first slice adds the bias.
-        let bias = match self.slices.start {
-            0 => self.expert.down_bias(self.panel),
-            _ => None,
-        };
-        for y in &mut *y {
-            if let Some(scales) = &scales {
-                for (row, &scale) in y.0.iter_mut().zip(scales) {
-                    v.store(v.mul(v.load(row), v.splat(scale)), row);
-                }
-            }
-            add_bias(v, y, &bias);
         }
         y
+    }
+
+    /// Scales of the rows over all of I.
+    #[inline(always)]
+    fn row_scales(&self) -> Option<Lanes<f32>> {
+        self.expert.down_row_scales(self.panel)
+    }
+
+    /// The biases; of the parts of an expert, the one with the first slice adds them.
+    #[inline(always)]
+    fn bias(&self) -> Option<Lanes<f32>> {
+        match self.slices.start {
+            0 => self.expert.down_bias(self.panel),
+            _ => None,
+        }
     }
 
     /// The same panel; the one that follows in its slice is fetched meanwhile.
@@ -822,14 +823,17 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
 
     #[inline(always)]
     fn add_slice<V: Vector>(&self, v: V, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
-        let rows = self.expert.down_block_scales(slice, self.panel);
-        for g in 0..self.h.len() {
-            let tokens = &self.h[g].scales[slice];
-            if slice == self.slices.start {
-                R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
-            } else {
-                R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
-            }
+        let rows = R::DOWN_ROWS_SCALED.then(|| self.expert.down_block_scales(slice, self.panel));
+        for (g, h) in self.h.iter().enumerate() {
+            let tokens = &h.scales[slice];
+            add_block::<R, _>(
+                v,
+                slice == self.slices.start,
+                &sums[g],
+                rows.as_ref(),
+                tokens,
+                &mut y[g],
+            );
         }
     }
 }
@@ -867,25 +871,36 @@ impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
     }
 }
 
-#[inline(always)]
-fn add_bias<V: Vector>(v: V, y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
-    if let Some(bias) = bias {
-        for (row, &bias) in y.0.iter_mut().zip(bias) {
-            v.store(v.add(v.load(row), v.splat(bias)), row);
+/// Rows times their scales.
+struct RowScaled<'a> {
+    y: &'a Tile<f32>,
+    scales: &'a Option<Lanes<f32>>,
+}
+
+impl<V: Vector> LaneRows<V> for RowScaled<'_> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        let y = self.y.row(v, r);
+        match self.scales {
+            Some(scales) => v.mul(y, v.splat(scales[r])),
+            None => y,
         }
     }
 }
 
-/// The activation of 16 rows of 16 tokens.
-#[inline(always)]
-fn activate<V: Vector>(
-    v: V,
-    activation: Activation,
-    gate: &Tile<f32>,
-    up: &Tile<f32>,
-    h: &mut [Lanes<f32>; PANEL_ROWS],
-) {
-    for ((h, gate), up) in h.iter_mut().zip(&gate.0).zip(&up.0) {
-        v.store(v.activate(activation, v.load(gate), v.load(up)), h);
+/// Rows plus their biases.
+struct Biased<'a, S> {
+    rows: S,
+    bias: &'a Option<Lanes<f32>>,
+}
+
+impl<V: Vector, S: LaneRows<V>> LaneRows<V> for Biased<'_, S> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        let row = self.rows.row(v, r);
+        match self.bias {
+            Some(bias) => v.add(row, v.splat(bias[r])),
+            None => row,
+        }
     }
 }

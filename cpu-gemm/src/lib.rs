@@ -26,6 +26,7 @@ mod product;
 mod recipe;
 mod region;
 mod router;
+mod rows;
 mod shared;
 mod tile;
 mod tokens;

@@ -28,13 +28,11 @@ use asym_gemm_formats::WeightFormat;
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{Amx, Avx2, Avx512Bf16, Avx512Vnni, AvxVnni};
 use crate::isa::{Features, Isa};
-use crate::tile::{Lanes, Tile};
+use crate::tile::Lanes;
 use crate::vector::Vector;
 use amx::Emulated;
 use by_rows::ByRows;
-pub(crate) use operands::{
-    Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_bytes, prefetch_share,
-};
+pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_bytes};
 use portable::Portable;
 
 /// Products of 16 weight rows with groups of 16 tokens.
@@ -58,9 +56,6 @@ pub(crate) trait Multiply: Copy {
 
     /// The bf16 values of one unit of e4m3 weights; see [`Dot::expand_e4m3`].
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
-
-    /// Rows become columns of `out`.
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
 
     /// Arithmetic on lanes.
     type Vector: Vector;
@@ -86,12 +81,6 @@ pub(crate) trait Dot: Copy {
     /// Writes the bf16 values of the first unit of a panel of e4m3. Every code has its exact value;
     /// NaN stays NaN of its sign.
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
-
-    /// Rows become columns of `out`.
-    #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
-        tile.transpose_into(out);
-    }
 
     /// Arithmetic on lanes.
     type Vector: Vector;

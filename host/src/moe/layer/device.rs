@@ -223,9 +223,14 @@ impl LayerDevice {
         })
     }
 
-    /// Whether kernels read the bank itself.
-    pub(super) fn is_direct(&self) -> bool {
-        self.direct.is_some()
+    /// The bank itself as cells, if kernels read it.
+    pub(super) fn direct(&self) -> Option<&Cells> {
+        self.direct.as_ref()
+    }
+
+    /// The kernels that pack rows of x and that activate.
+    pub(super) fn row_kernels(&self) -> (&Kernel, &Kernel) {
+        (&self.pack, &self.activate)
     }
 
     fn cells(&self, place: Place) -> Result<&Cells, DriverError> {
@@ -697,7 +702,7 @@ fn launch<'a>(
 ///
 /// # Safety
 /// `args` must be the kernel's argument struct over live memory that covers the grid.
-unsafe fn launch_rows<A>(
+pub(super) unsafe fn launch_rows<A>(
     kernel: &Kernel,
     grid: (u32, u32, u32),
     args: &mut A,

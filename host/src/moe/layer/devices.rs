@@ -1,6 +1,7 @@
 //! A forward on the CPU and all devices.
 
-use super::super::MoeError;
+use super::super::routing::Routing;
+use super::super::{ExpertBank, MoeError};
 use super::device::{Call, Device, DeviceX, LayerDevice, Sums, grown_pinned};
 use super::io::{Element, Input, Output};
 use super::plan::{self, DevicePart, Held};
@@ -9,11 +10,14 @@ use super::{Job, LayerReport};
 use crate::driver::{DriverError, Event, Gpu, PinnedBuffer, Stream, copy_address_to_host_async};
 use crate::transfer::{RING_SLOTS, ring_bytes_for};
 use asym_gemm_cpu::Rows;
+use asym_gemm_formats::activation::Activation;
 use half::bf16;
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
+/// Pieces from which their submission runs beside the CPU's part.
+const PARALLEL_PIECES: usize = 4;
 /// Host copies longer than this are made by several threads.
 const PARALLEL_COPY_BYTES: usize = 4 << 20;
 
@@ -102,6 +106,11 @@ impl Devices {
             longest = longest.max(device.gpu_seconds()?);
         }
         Ok(longest)
+    }
+
+    /// Forgets who worked in the last forward.
+    pub(super) fn start_over(&mut self) {
+        self.worked.fill(false);
     }
 
     /// Drops what was copied ahead for a layer that goes.
@@ -202,7 +211,7 @@ unsafe fn start(
                 true => &device.ahead.experts,
                 false => &[],
             },
-            direct: layer.is_direct(),
+            direct: layer.direct().is_some(),
         })
         .collect();
     let ring = first.ring_shape(&geometry);
@@ -230,63 +239,35 @@ unsafe fn start(
 
     // Sums of others than the first device: the CPU's, then the devices'.
     let elements = job.x.len();
-    let cpu_sums = usize::from(!cpu.groups.is_empty());
+    let cpu_works = !cpu.groups.is_empty();
+    let cpu_sums = usize::from(cpu_works);
     let partial_count = cpu_sums + worked.iter().skip(1).filter(|w| **w).count();
     let partials = grown_pinned(&mut exchange.partials, &gpu, partial_count * elements * 4)?;
     let partials_address = partials.device_ptr();
-    let mut next_partial = cpu_sums;
-    let mut kernels = Vec::new();
-    let call_of = |i: usize| Call {
+    let submission = Submission {
         bank: &job.layer.bank,
-        layer: &layers[i],
-        part: &parts[i],
+        layers,
+        parts: &parts,
         activation: job.layer.activation,
-        weights: &job.routing.weights,
-        top_k: job.routing.top_k,
+        routing: job.routing,
         tokens: job.tokens,
+        x_host,
+        element: x.element,
+        on_device: x.on_device,
+        x_arrived: &exchange.x_arrived,
+        partials: partials_address + (cpu_sums * elements * 4) as u64,
+        partial_bytes: (elements * 4) as u64,
     };
-    for (i, device) in list.iter_mut().enumerate() {
-        if !worked[i] {
-            continue;
+    let pieces = parts.iter().map(|p| p.pieces.len()).sum::<usize>();
+    let mut compute = || -> Result<f64, MoeError> {
+        if !cpu_works {
+            return Ok(0.0);
         }
-        let call = call_of(i);
-        // SAFETY: x, bank and exchange live until the work is done; parts are of this call.
-        unsafe {
-            let x = match (i, x.on_device) {
-                (0, Some(x)) => x,
-                _ => {
-                    let arrived = x.on_device.map(|_| &exchange.x_arrived);
-                    device.upload_x(x_host, x.element, arrived)?
-                }
-            };
-            for name in device.enqueue(&call, x)? {
-                if !kernels.iter().any(|k| k == name) {
-                    kernels.push(name.to_owned());
-                }
-            }
-            if i > 0 {
-                let sums = Sums {
-                    out: partials_address + (next_partial * elements * 4) as u64,
-                    element: Element::F32,
-                    partials: 0,
-                    partial_count: 0,
-                    partial_stride: 0,
-                };
-                next_partial += 1;
-                device.combine(&call, &sums)?;
-                device.end()?;
-            }
-        }
-    }
-    let enqueue_seconds = began.elapsed().as_secs_f64();
-
-    let mut cpu_seconds = 0.0;
-    if cpu_sums == 1 {
         let rows = match job.x {
             Input::Host(rows) => rows,
             Input::Device(_) => {
-                exchange.x_arrived.synchronize()?;
-                match x.element {
+                submission.x_arrived.synchronize()?;
+                match submission.element {
                     Element::F32 => Rows::F32(bytemuck::cast_slice(x_host)),
                     Element::Bf16 => Rows::Bf16(bytemuck::cast_slice::<u8, bf16>(x_host)),
                 }
@@ -296,8 +277,28 @@ unsafe fn start(
         let sums = bytemuck::cast_slice_mut(&mut partials.as_mut_slice()[..elements * 4]);
         let (layer, routing) = (job.layer, job.routing);
         layer.cpu_sums::<f32>(engine, &cpu, rows, routing, sums)?;
-        cpu_seconds = start.elapsed().as_secs_f64();
-    }
+        Ok(start.elapsed().as_secs_f64())
+    };
+    let submit = |list: &mut [Device]| {
+        // SAFETY: x, bank and exchange live until the work is done; parts are of this call.
+        let kernels = unsafe { submission.run(list) }?;
+        Ok::<_, MoeError>((kernels, began.elapsed().as_secs_f64()))
+    };
+    let (submitted, computed) = if cpu_works && pieces >= PARALLEL_PIECES {
+        // Many calls of the driver take as long as a part of the CPU's work.
+        std::thread::scope(|scope| {
+            let submitting = scope.spawn(|| submit(list));
+            let computed = compute();
+            let submitted = submitting.join();
+            (
+                submitted.unwrap_or_else(|panic| resume_unwind(panic)),
+                computed,
+            )
+        })
+    } else {
+        (submit(list), compute())
+    };
+    let ((kernels, enqueue_seconds), cpu_seconds) = (submitted?, computed?);
 
     let (out_address, out_element) = match &out {
         Output::Device(rows) => (rows.address, rows.element),
@@ -323,7 +324,7 @@ unsafe fn start(
         partial_stride: elements,
     };
     // SAFETY: the caller keeps the output; the partial sums are complete or waited for.
-    unsafe { first.combine(&call_of(0), &sums)? };
+    unsafe { first.combine(&submission.call(0), &sums)? };
     first.end()?;
     match (&mut out, stream) {
         (Output::Device(_), Some(stream)) => stream.wait(&first.done)?,
@@ -342,7 +343,7 @@ unsafe fn start(
     Ok(LayerReport {
         tokens: job.tokens,
         kernels,
-        pieces: parts.iter().map(|p| p.pieces.len()).sum(),
+        pieces,
         cpu_bytes: job.layer.cpu_bytes(&cpu),
         streamed_bytes: total(|p| p.streamed_bytes),
         resident_bytes: total(|p| p.resident_bytes),
@@ -350,6 +351,82 @@ unsafe fn start(
         cpu_seconds,
         ..LayerReport::default()
     })
+}
+
+/// What the devices are given to do.
+struct Submission<'a> {
+    bank: &'a ExpertBank,
+    layers: &'a [LayerDevice],
+    parts: &'a [DevicePart],
+    activation: Activation,
+    routing: &'a Routing,
+    tokens: usize,
+    /// x in pinned memory, from `x_arrived` on where it comes from the device.
+    x_host: &'a [u8],
+    element: Element,
+    /// x on the first device, if it is there.
+    on_device: Option<DeviceX>,
+    x_arrived: &'a Event,
+    /// Sums of the second device that works; those of later ones follow.
+    partials: u64,
+    partial_bytes: u64,
+}
+
+impl Submission<'_> {
+    fn call(&self, device: usize) -> Call<'_> {
+        Call {
+            bank: self.bank,
+            layer: &self.layers[device],
+            part: &self.parts[device],
+            activation: self.activation,
+            weights: &self.routing.weights,
+            top_k: self.routing.top_k,
+            tokens: self.tokens,
+        }
+    }
+
+    /// Enqueues the products of all devices, and the sums of all but the first. The kernels' names.
+    ///
+    /// # Safety
+    /// Everything named lives until the work is done.
+    unsafe fn run(&self, list: &mut [Device]) -> Result<Vec<String>, MoeError> {
+        let mut kernels: Vec<String> = Vec::new();
+        let mut partial = self.partials;
+        for (i, device) in list.iter_mut().enumerate() {
+            let call = self.call(i);
+            if call.part.source.is_empty() {
+                continue;
+            }
+            // SAFETY: the caller's contract.
+            unsafe {
+                let x = match (i, self.on_device) {
+                    (0, Some(x)) => x,
+                    (_, on_device) => {
+                        let arrived = on_device.map(|_| self.x_arrived);
+                        device.upload_x(self.x_host, self.element, arrived)?
+                    }
+                };
+                for name in device.enqueue(&call, x)? {
+                    if !kernels.iter().any(|k| k == name) {
+                        kernels.push(name.to_owned());
+                    }
+                }
+                if i > 0 {
+                    let sums = Sums {
+                        out: partial,
+                        element: Element::F32,
+                        partials: 0,
+                        partial_count: 0,
+                        partial_stride: 0,
+                    };
+                    partial += self.partial_bytes;
+                    device.combine(&call, &sums)?;
+                    device.end()?;
+                }
+            }
+        }
+        Ok(kernels)
+    }
 }
 
 /// Where x comes from and who needs it in host memory.

@@ -24,6 +24,8 @@ mod cells;
 mod device;
 #[cfg(feature = "cuda")]
 mod devices;
+#[cfg(feature = "cuda")]
+mod graph;
 mod io;
 mod plan;
 #[cfg(feature = "cuda")]
@@ -42,6 +44,8 @@ use asym_gemm_cpu::{Engine, ExpertGroup, Slots};
 use asym_gemm_formats::activation::Activation;
 #[cfg(feature = "cuda")]
 use device::LayerDevice;
+#[cfg(feature = "cuda")]
+pub use graph::{DecodeArgs, DecodeGraph};
 #[cfg(feature = "cuda")]
 pub use io::DeviceRows;
 pub use io::{Element, Input, Output};

@@ -61,6 +61,8 @@ impl State {
             times.gpu_seconds = self.gpu_seconds()?;
             self.policy.observe(&division, &shape, &times);
         }
+        #[cfg(feature = "cuda")]
+        self.devices.start_over();
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 mod bench_cpu;
 mod bench_gpu;
+mod bench_layer;
 mod check;
 mod demo;
 mod doctor;
@@ -54,6 +55,8 @@ enum BenchCommand {
     Cpu(bench_cpu::BenchCpuArguments),
     /// The grouped GEMM on the GPU: link and memory rates first, then each way of the weights.
     Gpu(bench_gpu::BenchGpuArguments),
+    /// A MoE layer under each policy: limits first, then verified and timed against the byte floor.
+    Layer(bench_layer::BenchLayerArguments),
 }
 
 /// What a command found; errors are of the library or of the input.
@@ -164,6 +167,9 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
             bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
         }
         Command::Bench(BenchCommand::Gpu(a)) => bench_gpu::run(a, arguments.json, &mut text),
+        Command::Bench(BenchCommand::Layer(a)) => {
+            bench_layer::run(a, arguments.threads, arguments.json, &mut text)
+        }
         Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
     }?;
     // Not `print!`, which panics where nobody reads or the disk is full.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
+use asym_gemm::dispatch::{Adaptive, Model, Rates};
 use asym_gemm::driver::{DeviceBuffer, Gpu, Stream};
 use asym_gemm::formats::WeightFormat;
 use asym_gemm::formats::bank::{BankGeometry, Projection};
@@ -262,9 +263,10 @@ fn main() -> Result<(), Failure> {
             ),
         ];
         let fractions: &[f64] = match tokens {
-            0..=2 => &[0.125, 0.25, 0.34, 0.42],
-            3..=100 => &[0.25, 0.3, 0.36, 0.42],
-            _ => &[0.5, 0.6, 0.7, 0.8],
+            0..=2 => &[0.125, 0.2, 0.25, 0.34],
+            3..=100 => &[0.2, 0.25, 0.3, 0.36],
+            101..=1000 => &[0.35, 0.4, 0.45, 0.5],
+            _ => &[0.8, 0.85, 0.9, 0.95],
         };
         for &f in fractions {
             let name = format!("slices {f}");
@@ -279,10 +281,16 @@ fn main() -> Result<(), Failure> {
                 policies.push((name, Box::new(move |l| l.set_policy(WholeExperts(f)))));
             }
         }
+        let model = model.clone();
+        policies.push((
+            "adaptive".into(),
+            Box::new(move |l| l.set_policy(Adaptive::new(model))),
+        ));
         for (name, set) in policies {
             set(&layer);
             let mut reports: Vec<LayerReport> = Vec::new();
-            for call in 0..3 {
+            let warm_up = if name == "adaptive" { 12 } else { 3 };
+            for call in 0..warm_up {
                 layer.forward(&x, &routings[call % ROUTINGS], &mut out)?;
             }
             let start = Instant::now();

@@ -7,7 +7,7 @@ use asym_gemm::formats::activation::Activation;
 use asym_gemm::moe::division::{
     Divide, Division, DivisionError, ExpertLoad, ExpertShare, FixedPolicy, ForwardTimes, LayerShape,
 };
-use asym_gemm::moe::layer::{MoeLayerBuilder, Retain};
+use asym_gemm::moe::layer::{DecodeArgs, DecodeGraph, MoeLayerBuilder, Retain};
 use asym_gemm::moe::layout::{LayoutError, pack};
 use asym_gemm::moe::routing::Routing;
 use asym_gemm::moe::{ExpertBank, MoeError, MoeLayer};
@@ -699,4 +699,91 @@ fn without_pinned_memory() {
         .devices(std::slice::from_ref(&gpu))
         .direct(true);
     assert!(matches!(direct.build(), Err(MoeError::Backend { .. })));
+}
+
+/// Replays of a recorded forward follow the routing in device memory.
+#[test]
+fn decode_graphs() {
+    let gpu = match gpu() {
+        Ok(gpu) => gpu,
+        Err(reason) => skip!(gpu, "{reason}"),
+    };
+    let model = Model::new(true, CLAMPED);
+    let stream = Stream::new(&gpu).unwrap();
+    for format in GPU_FORMATS {
+        let bank = model.pinned(&gpu, format);
+        for direct in [true, false] {
+            let layer = model
+                .builder(&bank)
+                .devices(std::slice::from_ref(&gpu))
+                .hbm_budget(bank.geometry().bank_bytes())
+                .direct(direct)
+                .policy(FixedPolicy::GpuOnly)
+                .build()
+                .unwrap();
+            let layer = Arc::new(layer);
+            for tokens in [1, 5] {
+                let halves = to_bf16(&input(tokens));
+                let x = DeviceBuffer::from_slice(&gpu, &halves).unwrap();
+                let mut ids = DeviceBuffer::<i32>::zeroed(&gpu, tokens * TOP_K).unwrap();
+                let mut weights = DeviceBuffer::<f32>::zeroed(&gpu, tokens * TOP_K).unwrap();
+                let mut out = DeviceBuffer::<f32>::zeroed(&gpu, x.len()).unwrap();
+                let out_address = out.as_raw();
+                // SAFETY: the buffers outlive the graph.
+                let record = |out: &mut DeviceBuffer<f32>| unsafe {
+                    DecodeGraph::record(
+                        &layer,
+                        &DecodeArgs {
+                            x: (&x).into(),
+                            ids: &ids,
+                            weights: &weights,
+                            out: out.into(),
+                            top_k: TOP_K,
+                        },
+                    )
+                };
+                if !direct && layer.resident().is_empty() {
+                    assert!(matches!(record(&mut out), Err(MoeError::Backend { .. })));
+                    let all: Vec<u32> = (0..EXPERTS as u32).collect();
+                    layer.make_resident(&all).unwrap();
+                }
+                let graph = record(&mut out).unwrap();
+                assert_eq!(out.as_raw(), out_address);
+                for kind in RoutingKind::ALL {
+                    let case = RoutingCase::new(kind, 9, tokens, TOP_K, EXPERTS);
+                    let mut want = vec![f32::NAN; x.len()];
+                    layer.forward(&halves, &routing(&case), &mut want).unwrap();
+                    ids.copy_from_host(&case.ids).unwrap();
+                    weights.copy_from_host(&case.weights).unwrap();
+                    for _ in 0..2 {
+                        out.fill_bytes(0xff).unwrap();
+                        // SAFETY: the buffers are not in other use until the synchronise.
+                        unsafe { graph.launch(&stream).unwrap() };
+                        stream.synchronize().unwrap();
+                        assert_eq!(
+                            bits(&out.to_vec().unwrap()),
+                            bits(&want),
+                            "{kind:?} {format}"
+                        );
+                    }
+                }
+                assert!(!graph.saw_foreign_ids().unwrap());
+                // An id that is no expert counts as an empty slot, and is reported.
+                let mut case = RoutingCase::new(RoutingKind::Uniform, 2, tokens, TOP_K, EXPERTS);
+                case.ids[1] = -1;
+                let mut want = vec![f32::NAN; x.len()];
+                layer.forward(&halves, &routing(&case), &mut want).unwrap();
+                for foreign in [EXPERTS as i32, -2, i32::MAX] {
+                    case.ids[1] = foreign;
+                    ids.copy_from_host(&case.ids).unwrap();
+                    weights.copy_from_host(&case.weights).unwrap();
+                    // SAFETY: as above.
+                    unsafe { graph.launch(&stream).unwrap() };
+                    stream.synchronize().unwrap();
+                    assert_eq!(bits(&out.to_vec().unwrap()), bits(&want), "{foreign}");
+                }
+                assert!(graph.saw_foreign_ids().unwrap());
+            }
+        }
+    }
 }

@@ -613,14 +613,16 @@ impl Device {
         // One slot stays for what nobody foresaw.
         for experts in experts.chunks(cells).take(RING_SLOTS - 1) {
             let slot = self.ring.begin()?;
+            let bytes = geometry.expert_bytes();
             for (cell, &expert) in experts.iter().enumerate() {
-                let bytes = geometry.expert_bytes();
                 let source = &bank.bytes()[expert * bytes..][..bytes];
                 // SAFETY: the caller keeps the bank; the slot was begun above.
                 unsafe { self.ring.copy(slot, cell * bytes, source)? };
-                self.ahead.experts.push((expert, slot, cell));
             }
             self.ring.end(slot)?;
+            let cells = experts.iter().enumerate();
+            let places = cells.map(|(cell, &expert)| (expert, slot, cell));
+            self.ahead.experts.extend(places);
         }
         Ok(self.ahead.experts.len())
     }

@@ -12,6 +12,7 @@ use crate::ffn::{self, Call, Destination, ExpertGroup};
 use crate::gemm::{self, GroupRange, Output};
 use crate::isa::{Features, ISA_VARIABLE, Isa};
 use crate::kernels::Kernel;
+use crate::kernels::fp4::{Mxfp4, Nvfp4};
 use crate::matrix::{Bf16Weights, Fp8Weights, Int8Rows, Int8Weights, MatrixMut, MatrixRef};
 use crate::pool::{Workers, default_workers};
 use crate::tokens::Rows;
@@ -201,6 +202,8 @@ impl Engine {
             WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow, O>,
             WeightFormat::Int8Block128 => ffn::run::<recipe::Block128, O>,
             WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8, O>,
+            WeightFormat::Nvfp4 => ffn::run::<recipe::Expanding<Nvfp4>, O>,
+            WeightFormat::Mxfp4 => ffn::run::<recipe::Expanding<Mxfp4>, O>,
         };
         self.workspaces.with(|workspace: &mut Workspace| {
             run(

@@ -81,7 +81,11 @@ mod tests {
             for (sign, bit) in [(1.0, 0), (-1.0, 8)] {
                 assert_eq!(encode(sign * mid), even | bit, "{mid}");
                 assert_eq!(encode(sign * mid.next_down()), code | bit, "below {mid}");
-                assert_eq!(encode(sign * mid.next_up()), (code + 1) | bit, "above {mid}");
+                assert_eq!(
+                    encode(sign * mid.next_up()),
+                    (code + 1) | bit,
+                    "above {mid}"
+                );
             }
         }
     }

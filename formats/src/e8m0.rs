@@ -58,7 +58,13 @@ mod tests {
             assert_eq!(encode_up(x), 0, "{x}");
         }
         assert_eq!(encode_up(0.3), 126);
-        for x in [-1.0, f32::NAN, f32::INFINITY, f32::MAX, decode(254).next_up()] {
+        for x in [
+            -1.0,
+            f32::NAN,
+            f32::INFINITY,
+            f32::MAX,
+            decode(254).next_up(),
+        ] {
             assert_eq!(encode_up(x), NAN, "{x}");
         }
     }

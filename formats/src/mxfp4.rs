@@ -10,8 +10,11 @@ use crate::{bf16, e2m1, e8m0};
 pub const BLOCK: usize = 32;
 
 /// The bfloat16 code of e2m1 code * 2^(scale - 127): exact, and infinite only where f32 is too
-/// (magnitudes of 2^128 and more).
+/// (magnitudes of 2^128 and more). NaN has one code.
 pub const fn bf16_of(scale: u8, code: u8) -> u16 {
+    if scale == e8m0::NAN {
+        return bf16::NAN;
+    }
     bf16::encode(e8m0::decode(scale) * e2m1::decode(code))
 }
 

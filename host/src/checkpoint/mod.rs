@@ -20,6 +20,8 @@ mod names;
 mod plan;
 mod shards;
 mod spec;
+mod stored;
+mod weights;
 mod write;
 
 pub use config::{ModelConfig, ModelType, ScoringConfig, SharedSpec};

@@ -18,7 +18,7 @@ use crate::driver::Gpu;
 use crate::moe::gpu_block::GpuBlock;
 #[cfg(feature = "cuda")]
 use crate::transfer::Transfer;
-use asym_gemm_cpu::{Combine, Engine, ExpertGroup, ExpertSource, Slots, combine};
+use asym_gemm_cpu::{Combine, Engine, ExpertGroup, ExpertSource, Slots, StoredRow, combine};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::{Activation, swish};
 use asym_gemm_formats::bank::{BankGeometry, Projection};
@@ -41,11 +41,14 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// Whether it has kernels for experts in `format`: fp8 runs on the CPU alone.
+    /// Whether it has kernels for experts in `format`: fp8 and fp4 run on the CPU alone.
     pub const fn supports(self, format: WeightFormat) -> bool {
         match self {
             Self::Cpu => true,
-            Self::Gpu | Self::Both => !matches!(format, WeightFormat::Fp8Block128),
+            Self::Gpu | Self::Both => matches!(
+                format,
+                WeightFormat::Bf16 | WeightFormat::Int8PerRow | WeightFormat::Int8Block128
+            ),
         }
     }
 }
@@ -111,6 +114,17 @@ impl ExpertSource for RoutedExpert<'_> {
     fn bias(&self, projection: Projection) -> Option<&[f32]> {
         self.layer.expert_bias(self.expert, projection)
     }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.layer
+            .stored_expert_row(format, self.expert, projection, row, out)
+    }
 }
 
 /// The shared expert of a checkpoint's layer.
@@ -123,6 +137,16 @@ impl ExpertSource for SharedExpert<'_> {
 
     fn bias(&self, _: Projection) -> Option<&[f32]> {
         None
+    }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.0.stored_shared_row(format, projection, row, out)
     }
 }
 

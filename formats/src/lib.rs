@@ -62,6 +62,11 @@ impl WeightFormat {
         Self::Mxfp4,
     ];
 
+    /// Bytes of one stored element, rounded up: two of fp4 share one.
+    pub const fn element_bytes(self) -> usize {
+        self.element_bits().div_ceil(8)
+    }
+
     /// Bits of one stored element, without its scales.
     pub const fn element_bits(self) -> usize {
         match self {

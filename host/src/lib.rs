@@ -1,6 +1,7 @@
 //! Mixture-of-Experts layers whose weights stay in host memory, on CPU and GPU.
 //!
 //! - [`checkpoint`]: an MoE layer from a Hugging Face checkpoint;
+//! - [`convert`]: its experts in another format, for checkpoints larger than memory;
 //! - [`moe`]: routing, the packed row layout, the expert bank and the whole block;
 //! - [`gemm`]: grouped GEMM on the GPU over plain row-major weights;
 //! - [`transfer`]: how weights reach the GPU, and what the link does;
@@ -14,6 +15,7 @@
 #[cfg(feature = "bench")]
 pub mod bench;
 pub mod checkpoint;
+pub mod convert;
 #[cfg(feature = "cuda")]
 pub mod driver;
 #[cfg(feature = "cuda")]

@@ -245,7 +245,7 @@ pub enum FileError {
 }
 
 impl FileError {
-    pub(super) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { path, source }
     }
@@ -409,7 +409,9 @@ pub enum CheckpointError {
         group: usize,
     },
     /// Quantised experts whose rows lie across the tensor.
-    #[error("tensor `{tensor}`: {dtype} experts can be read as (outputs, inputs) only, not transposed")]
+    #[error(
+        "tensor `{tensor}`: {dtype} experts can be read as (outputs, inputs) only, not transposed"
+    )]
     Transposed {
         /// The tensor.
         tensor: String,

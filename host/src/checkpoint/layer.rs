@@ -2,10 +2,13 @@
 
 use super::config::{ModelType, SharedSpec};
 use super::error::{CheckpointError, QUANTISATIONS};
+use super::file::TensorFile;
 use super::names::Tensor;
 use super::plan::{Biases, FusedLayout, Plan, View};
-use super::stored::{Buffer, Source};
 use super::shards::Checkpoint;
+use super::stored::{Buffer, Shape, Source};
+use super::weights::int8_source;
+use crate::convert::int8_layer_name;
 use crate::moe::routing::Router;
 use asym_gemm_cpu::StoredRow;
 use asym_gemm_formats::WeightFormat;
@@ -14,6 +17,7 @@ use asym_gemm_formats::bank::Projection;
 use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 
 /// Shape and meaning of a MoE block.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +42,32 @@ pub struct MoeSpec {
     pub shared: Option<SharedSpec>,
 }
 
+impl MoeSpec {
+    /// The part of `[experts]` of gate `[I]`, up `[I]`, down `[H]` that belongs to a matrix.
+    pub(super) fn bias_of<'b>(
+        &self,
+        biases: &'b [f32],
+        expert: usize,
+        projection: Projection,
+    ) -> Option<&'b [f32]> {
+        let &Self {
+            hidden,
+            intermediate,
+            experts,
+            bias,
+            ..
+        } = self;
+        assert!(expert < experts, "expert {expert} of {experts}");
+        let (start, len) = match projection {
+            Projection::Gate => (0, intermediate),
+            Projection::Up => (intermediate, intermediate),
+            Projection::Down => (2 * intermediate, hidden),
+        };
+        let start = expert * (2 * intermediate + hidden) + start;
+        bias.then(|| &biases[start..start + len])
+    }
+}
+
 /// A MoE block with its weights as stored.
 pub struct MoeLayer {
     /// Shape and meaning.
@@ -54,8 +84,10 @@ pub struct MoeLayer {
 }
 
 /// A layer whose tensors are found and checked; none of its expert weights is read.
+#[derive(Debug)]
 pub(super) struct Located<'a> {
     pub(super) spec: MoeSpec,
+    pub(super) prefix: String,
     pub(super) sources: Vec<Source<'a>>,
     pub(super) experts: Vec<[View; 3]>,
     pub(super) shared: Option<[View; 3]>,
@@ -105,12 +137,14 @@ impl<'a> Located<'a> {
         };
         let fused = fused.unwrap_or(FusedLayout::of(model_type));
         let mut plan = Plan::new(checkpoint, spec.clone(), fused)?;
+        let prefix = plan.prefix().to_owned();
         let router = plan.router(config.scoring.has_correction())?;
         let (experts, biases) = plan.experts()?;
         let (shared, shared_gate) = plan.shared()?;
         let sources = plan.finish()?;
         Ok(Self {
             spec,
+            prefix,
             sources,
             experts,
             shared,
@@ -118,6 +152,10 @@ impl<'a> Located<'a> {
             router,
             shared_gate,
         })
+    }
+
+    pub(super) fn read_biases(&self) -> Result<Vec<f32>, CheckpointError> {
+        self.biases.read(&self.spec)
     }
 }
 
@@ -137,6 +175,7 @@ impl MoeLayer {
             biases,
             router,
             shared_gate,
+            ..
         } = Located::find(checkpoint, layer, fused)?;
         let read = |tensor: &Option<Tensor<'_>>| match tensor {
             Some(tensor) => tensor.read_f32().map(Some),
@@ -172,6 +211,40 @@ impl MoeLayer {
         })
     }
 
+    /// The layer with its routed experts from a folder that `asym-gemm convert --to int8` or
+    /// `int8-block` wrote, code by code; all else stays as it is.
+    ///
+    /// # Errors
+    /// If the folder has no such layer, or one of another shape.
+    pub fn with_int8_experts(mut self, folder: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let spec = &self.spec;
+        let path = folder.as_ref().join(int8_layer_name(spec.layer));
+        let file = TensorFile::open(path)?;
+        let first = self.buffers.len();
+        for (projection, name) in [
+            (Projection::Gate, "gate"),
+            (Projection::Up, "up"),
+            (Projection::Down, "down"),
+        ] {
+            let (rows, columns) = match projection {
+                Projection::Down => (spec.hidden, spec.intermediate),
+                _ => (spec.intermediate, spec.hidden),
+            };
+            let source = int8_source(&file, name, spec.experts, Shape { rows, columns })?;
+            self.buffers.push(Buffer::read(&source, false)?);
+            for (expert, views) in self.experts.iter_mut().enumerate() {
+                views[projection as usize] = View {
+                    buffer: first + projection as usize,
+                    first: expert * rows * columns,
+                    row_stride: columns,
+                    step: 1,
+                    blocks_aligned: true,
+                };
+            }
+        }
+        Ok(self)
+    }
+
     /// Row `row` of an expert's matrix: of gate and up (`intermediate` rows) `hidden`
     /// values, of down (`hidden` rows) `intermediate` values.
     ///
@@ -192,21 +265,7 @@ impl MoeLayer {
     /// # Panics
     /// If the expert does not exist.
     pub fn expert_bias(&self, expert: usize, projection: Projection) -> Option<&[f32]> {
-        let MoeSpec {
-            hidden,
-            intermediate,
-            experts,
-            bias,
-            ..
-        } = self.spec;
-        assert!(expert < experts, "expert {expert} of {experts}");
-        let (start, len) = match projection {
-            Projection::Gate => (0, intermediate),
-            Projection::Up => (intermediate, intermediate),
-            Projection::Down => (2 * intermediate, hidden),
-        };
-        let start = expert * (2 * intermediate + hidden) + start;
-        bias.then(|| &self.biases[start..start + len])
+        self.spec.bias_of(&self.biases, expert, projection)
     }
 
     /// Row `row` of the shared expert's matrix, as [`Self::expert_row`] with the width of
@@ -300,7 +359,9 @@ impl MoeLayer {
         let mut views = self.experts.iter().flatten();
         let format = |view: &View| self.buffers[view.buffer].codes.bank_format();
         let first = format(views.next()?)?;
-        views.all(|view| format(view) == Some(first)).then_some(first)
+        views
+            .all(|view| format(view) == Some(first))
+            .then_some(first)
     }
 
     /// Names of the formats of the routed experts' weights, each once.

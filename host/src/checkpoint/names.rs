@@ -83,6 +83,11 @@ impl<'a> Claims<'a> {
         })
     }
 
+    /// What the tensors' names start with.
+    pub(super) fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
     /// The names, without prefix, of the tensors not used yet.
     pub(super) fn names(&self) -> impl Iterator<Item = &'a str> {
         self.left.keys().copied()

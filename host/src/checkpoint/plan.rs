@@ -101,6 +101,11 @@ impl<'a> Plan<'a> {
         })
     }
 
+    /// What the names of the block's tensors start with.
+    pub(super) fn prefix(&self) -> &str {
+        self.claims.prefix()
+    }
+
     /// The tensors to be read as they are, in the order of the views' buffer numbers.
     ///
     /// # Errors
@@ -307,7 +312,10 @@ impl<'a> Plan<'a> {
         inputs: usize,
     ) -> Result<Bank, CheckpointError> {
         let full = format!("{name}{suffix}");
-        let float = self.claims.info(&full).and_then(|info| Float::of(info.dtype));
+        let float = self
+            .claims
+            .info(&full)
+            .and_then(|info| Float::of(info.dtype));
         // What is packed along the inputs cannot be transposed.
         let transposed = self.fused.transposed && suffix != "_blocks";
         if let (true, None, Some(info)) = (transposed, float, self.claims.info(&full)) {
@@ -395,6 +403,7 @@ impl View {
 }
 
 /// Where the experts' biases are.
+#[derive(Debug)]
 pub(super) enum Biases<'a> {
     /// Gate, up and down of each expert; none if there are no biases.
     PerExpert(Vec<Option<Tensor<'a>>>),

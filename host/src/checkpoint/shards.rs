@@ -119,6 +119,34 @@ impl Checkpoint {
         &self.folder
     }
 
+    /// The folder, `.` if the checkpoint was named as a file of the current one.
+    pub(crate) fn folder_or_here(&self) -> &Path {
+        match self.folder.as_os_str().is_empty() {
+            true => Path::new("."),
+            false => &self.folder,
+        }
+    }
+
+    /// The file that holds a tensor.
+    ///
+    /// # Errors
+    /// No such tensor.
+    pub fn file_of(&self, tensor: &str) -> Result<&TensorFile, FileError> {
+        match self.tensors.get(tensor) {
+            Some(&file) => Ok(&self.files[file]),
+            None => Err(FileError::NoTensor {
+                path: self.folder.clone(),
+                tensor: tensor.to_owned(),
+                available: self.tensors.keys().cloned().collect(),
+            }),
+        }
+    }
+
+    /// How many files of tensors it has.
+    pub fn files(&self) -> usize {
+        self.files.len()
+    }
+
     /// All tensors by name, ascending.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
         self.tensors

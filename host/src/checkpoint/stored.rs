@@ -197,8 +197,10 @@ impl<'a> Source<'a> {
                 index: block,
                 found: format!("NaN ({scale:#04x})"),
                 hint: match zero {
-                    true => "; its codes are all zero: blocks like it can be taken for zeros \
-                             on request (--zero-nan-blocks)",
+                    true => {
+                        "; its codes are all zero: blocks like it can be taken for zeros \
+                             on request (--zero-nan-blocks)"
+                    }
                     false => "; the weights are damaged",
                 },
             });
@@ -284,7 +286,8 @@ impl Codes {
             Self::Float(_) => {}
             Self::Fp8 { e5m2, scales } => {
                 let decode = if *e5m2 { e5m2::decode } else { e4m3::decode };
-                for (out, &code) in out.iter_mut().zip(&bytes[at..][..out.len()]) {
+                let codes = &bytes[at..][..out.len()];
+                for (out, &code) in out.iter_mut().zip(codes) {
                     *out = decode(code);
                 }
                 let columns = scales.shape.columns;
@@ -292,7 +295,8 @@ impl Codes {
                 scale(out, first % columns, scales.block[1], row);
             }
             Self::Int8 { scales } => {
-                for (out, &code) in out.iter_mut().zip(&bytes[at..][..out.len()]) {
+                let codes = &bytes[at..][..out.len()];
+                for (out, &code) in out.iter_mut().zip(codes) {
                     *out = f32::from(code as i8);
                 }
                 let columns = scales.shape.columns;
@@ -379,7 +383,8 @@ impl Codes {
                 let (row, groups) = (first / shape.columns, shape.columns / group);
                 out.codes
                     .copy_from_slice(&bytes[first / 2..][..out.codes.len()]);
-                out.scales.copy_from_slice(&scales[row * groups..][..groups]);
+                out.scales
+                    .copy_from_slice(&scales[row * groups..][..groups]);
                 Some(global(globals, row, shape))
             }
             _ => None,

@@ -17,10 +17,11 @@
 //! Each tensor tells its format itself, so that layers, and matrices of a layer, may differ.
 
 use super::error::{CheckpointError, FileError};
+use super::file::TensorFile;
 use super::float::Float;
 use super::names::{Claims, RawTensor};
 use super::stored::{Global, Kind, Shape, Source};
-use asym_gemm_formats::{mxfp4, nvfp4};
+use asym_gemm_formats::{int8, mxfp4, nvfp4};
 use safetensors::Dtype;
 
 /// What weights can be read from, for messages.
@@ -138,11 +139,11 @@ fn scale_dtype(tensor: &RawTensor<'_>) -> Result<(), FileError> {
     let dtype = tensor.file.info(tensor.name)?.dtype;
     match Float::of(dtype).is_some() || matches!(dtype, Dtype::F8_E8M0 | Dtype::U8) {
         true => Ok(()),
-        false => Err(tensor.file.dtype_error(
-            tensor.name,
-            dtype,
-            "BF16, F16, F32 or F8_E8M0 as scales",
-        )),
+        false => {
+            Err(tensor
+                .file
+                .dtype_error(tensor.name, dtype, "BF16, F16, F32 or F8_E8M0 as scales"))
+        }
     }
 }
 
@@ -165,7 +166,14 @@ fn fp8_scales<'a>(
     } else {
         block
     };
-    let shapes = [&by_row[0], &by_row[1], &by_matrix[0], &by_matrix[1], &by_matrix[2], &grid];
+    let shapes = [
+        &by_row[0],
+        &by_row[1],
+        &by_matrix[0],
+        &by_matrix[1],
+        &by_matrix[2],
+        &grid,
+    ];
     let shapes = shapes.map(Vec::as_slice);
     let meaning = "(rows, 1), or one scale for each matrix or block";
     Ok((claims.take_raw(name, &shapes, meaning)?, block))
@@ -216,7 +224,10 @@ fn fp4<'a>(
         let dtype = scales.file.info(scales.name)?.dtype;
         if group == nvfp4::BLOCK && dtype != Dtype::F8_E4M3 {
             let supported = "F8_E4M3 (NVFP4), U8 or F8_E8M0 (MXFP4) as scales of fp4";
-            return Err(scales.file.dtype_error(scales.name, dtype, supported).into());
+            return Err(scales
+                .file
+                .dtype_error(scales.name, dtype, supported)
+                .into());
         }
     }
     Ok(tensor.zip(scales).map(|(tensor, scales)| Source {
@@ -304,7 +315,10 @@ fn mxfp4_blocks<'a>(
         let dtype = tensor.file.info(tensor.name)?.dtype;
         if !matches!(dtype, Dtype::U8 | Dtype::F8_E8M0) {
             let supported = "U8, as blocks and scales of MXFP4";
-            return Err(tensor.file.dtype_error(tensor.name, dtype, supported).into());
+            return Err(tensor
+                .file
+                .dtype_error(tensor.name, dtype, supported)
+                .into());
         }
     }
     Ok(tensor.zip(scales).map(|(tensor, scales)| Source {
@@ -316,4 +330,56 @@ fn mxfp4_blocks<'a>(
             global: None,
         },
     }))
+}
+
+/// A matrix of every expert in a file of converted int8 experts: `{name}_int8` [E, N, K] and
+/// `{name}_scales`, [E, N] or, for blocks of 128 columns, [E, N, K/128].
+pub(super) fn int8_source<'a>(
+    file: &'a TensorFile,
+    name: &str,
+    experts: usize,
+    shape: Shape,
+) -> Result<Source<'a>, CheckpointError> {
+    let Shape { rows, columns } = shape;
+    let find = |name: String, shapes: &[&[usize]], dtype, meaning| {
+        let info = file.info(&name)?;
+        if info.dtype != dtype {
+            let supported = "I8 codes with F32 scales";
+            return Err(file.dtype_error(&name, info.dtype, supported).into());
+        }
+        if !shapes.contains(&info.shape.as_slice()) {
+            return Err(CheckpointError::Shape {
+                tensor: name,
+                found: info.shape.clone(),
+                expected: shapes[0].to_vec(),
+                meaning,
+            });
+        }
+        // The name as the file holds it, which lives as long.
+        let name = file
+            .tensors()
+            .get_key_value(&name)
+            .map_or("", |(name, _)| name);
+        Ok(RawTensor { file, name })
+    };
+    let codes = [experts, rows, columns];
+    let meaning = "(experts, outputs, inputs)";
+    let tensor = find(format!("{name}_int8"), &[&codes], Dtype::I8, meaning)?;
+    let by_row = [experts, rows];
+    let by_block = [experts, rows, columns.div_ceil(int8::BLOCK)];
+    let meaning = "(experts, outputs) or (experts, outputs, blocks)";
+    let scales = format!("{name}_scales");
+    let scales = find(scales, &[&by_row, &by_block], Dtype::F32, meaning)?;
+    let group = match file.info(scales.name)?.shape.len() {
+        2 => columns,
+        _ => int8::BLOCK,
+    };
+    Ok(Source {
+        tensor,
+        kind: Kind::Int8 {
+            shape,
+            group,
+            scales,
+        },
+    })
 }

@@ -207,13 +207,13 @@ impl<'a> Weights<'a> {
     /// a multiple of 16 bytes (TMA's requirement).
     pub fn new(
         memory: WeightMemory<'a>,
-        format: impl Into<MatrixFormat>,
+        format: impl TryInto<MatrixFormat, Error: Into<GemmError>>,
         count: usize,
         n: usize,
         k: usize,
         scales: Option<DeviceMatrix<'a, f32>>,
     ) -> Result<Self, GemmError> {
-        let format = format.into();
+        let format = format.try_into().map_err(Into::into)?;
         let what = "weights";
         let have = match memory {
             WeightMemory::Pinned(buffer) => buffer.len(),

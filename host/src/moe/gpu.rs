@@ -12,7 +12,7 @@
 use super::layout::{GroupRange, Packed};
 use super::{ExpertBank, MoeError};
 use crate::driver::{DeviceBuffer, DriverError, Gpu, Kernel, Stream, TensorMap};
-use crate::gemm::{Launch, Launcher, map_a, map_expert, tiles};
+use crate::gemm::{Launch, Launcher, MatrixFormat, map_a, map_expert, tiles};
 use crate::transfer::{CHUNK_BYTES, RING_SLOTS, Ring, Transfer, chunks, ring_bytes_for};
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
@@ -353,7 +353,7 @@ impl GpuExperts {
     ) -> Result<Call, MoeError> {
         let geometry = self.bank.geometry();
         let (rows, gpu) = (packed.rows, &self.gpu);
-        let es = geometry.format.element_bytes();
+        let es = geometry.format.activation_bytes();
         let (h_pad, i_pad) = (geometry.hidden_padded(), geometry.intermediate_padded());
         let s = &mut self.scratch;
         let source = grown(&mut s.source, gpu, rows)?;
@@ -387,7 +387,7 @@ impl GpuExperts {
             hidden: geometry.hidden as u32,
             padded: h_pad as u32,
         };
-        let format = geometry.format.into();
+        let format = MatrixFormat::try_from(geometry.format)?;
         let call = Call {
             groups: group_list.as_raw(),
             a_map: map_a(gpu, format, a.as_raw(), rows, h_pad, h_pad * es)?,
@@ -437,7 +437,7 @@ impl GpuExperts {
         let first = u64::from(rows.start);
         let mut activate = ActivateArgs {
             gate_up: call.gate_up + first * (slices * SLICE_COLUMNS * 4) as u64,
-            h: call.h + first * (slices * SLICE * geometry.format.element_bytes()) as u64,
+            h: call.h + first * (slices * SLICE * geometry.format.activation_bytes()) as u64,
             scales: call.h_scales + first * (slices * 4) as u64,
             slices: slices as u32,
             intermediate: geometry.intermediate as u32,
@@ -497,7 +497,9 @@ fn row_kernels(format: WeightFormat) -> Result<(&'static str, &'static str), Moe
         WeightFormat::Bf16 => Ok(("pack_rows_bf16", "activate_bf16")),
         WeightFormat::Int8PerRow => Ok(("pack_rows_s8_per_row", "activate_s8")),
         WeightFormat::Int8Block128 => Ok(("pack_rows_s8_blocks", "activate_s8")),
-        WeightFormat::Fp8Block128 => Err(no_kernels(format)),
+        WeightFormat::Fp8Block128 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => {
+            Err(no_kernels(format))
+        }
     }
 }
 
@@ -507,7 +509,9 @@ fn operands(format: WeightFormat) -> Result<[Operands; 2], MoeError> {
         WeightFormat::Bf16 => Ok([Operands::Bf16; 2]),
         WeightFormat::Int8PerRow => Ok([Operands::Int8PerRow, Operands::Int8Slices]),
         WeightFormat::Int8Block128 => Ok([Operands::Int8Blocks; 2]),
-        WeightFormat::Fp8Block128 => Err(no_kernels(format)),
+        WeightFormat::Fp8Block128 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => {
+            Err(no_kernels(format))
+        }
     }
 }
 
@@ -583,8 +587,11 @@ fn down_args(geometry: &BankGeometry, cells: &Cells, call: &Call) -> GemmArgs {
         d_stride: geometry.hidden as u64,
         a_scales: call.h_scales,
         b_scales: match geometry.format {
-            // Of fp8 there is no product: `operands` refuses it.
-            WeightFormat::Bf16 | WeightFormat::Fp8Block128 => ColumnTable::NONE,
+            // Of fp8 and fp4 there is no product: `operands` refuses them.
+            WeightFormat::Bf16
+            | WeightFormat::Fp8Block128
+            | WeightFormat::Nvfp4
+            | WeightFormat::Mxfp4 => ColumnTable::NONE,
             WeightFormat::Int8PerRow => table(geometry.down_row_scales_offset(), 0),
             WeightFormat::Int8Block128 => {
                 table(geometry.down_block_scales_offset(), geometry.slice_bytes())

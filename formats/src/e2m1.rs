@@ -53,6 +53,7 @@ pub const fn nibble(packed: &[u8], index: usize) -> u8 {
 ///
 /// # Panics
 /// If `packed` is not `codes.len().div_ceil(2)` long.
+#[inline]
 pub fn pack(codes: &[u8], packed: &mut [u8]) {
     assert_eq!(packed.len(), codes.len().div_ceil(2), "two codes a byte");
     for (byte, pair) in packed.iter_mut().zip(codes.chunks(2)) {

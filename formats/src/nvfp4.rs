@@ -43,6 +43,7 @@ pub const fn bf16_of(scale: u8, code: u8) -> u16 {
 ///
 /// # Panics
 /// If `codes`, one a byte, is not as long as the row, or `scales` not `row.len().div_ceil(16)`.
+#[inline]
 pub fn quantise_row(row: &[f32], global: f32, codes: &mut [u8], scales: &mut [u8]) {
     assert_eq!(row.len(), codes.len(), "one code an element");
     assert_eq!(scales.len(), row.len().div_ceil(BLOCK), "one scale a block");
@@ -71,6 +72,7 @@ pub fn quantise_row(row: &[f32], global: f32, codes: &mut [u8], scales: &mut [u8
 ///
 /// # Panics
 /// If `packed` or `scales` are too short for `out`.
+#[inline]
 pub fn dequantise_row(packed: &[u8], scales: &[u8], global: f32, out: &mut [f32]) {
     for (block, (out, &scale)) in out.chunks_mut(BLOCK).zip(scales).enumerate() {
         let scale = e4m3::decode(scale);

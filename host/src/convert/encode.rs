@@ -90,6 +90,23 @@ impl Target {
 
 /// Quantises a matrix.
 pub(super) fn encode(target: Target, matrix: &StreamedMatrix<'_>) -> Encoded {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2.
+        return unsafe { encode_avx2(target, matrix) };
+    }
+    encode_rows(target, matrix)
+}
+
+/// The same operations in wider registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn encode_avx2(target: Target, matrix: &StreamedMatrix<'_>) -> Encoded {
+    encode_rows(target, matrix)
+}
+
+#[inline(always)]
+fn encode_rows(target: Target, matrix: &StreamedMatrix<'_>) -> Encoded {
     let (rows, columns) = matrix.shape();
     let global = match target {
         Target::Nvfp4 => nvfp4::global_scale(amax(matrix)),
@@ -155,6 +172,7 @@ fn store(out: &mut [u8], scales: &[f32]) {
 }
 
 /// The largest finite magnitude of a matrix.
+#[inline(always)]
 fn amax(matrix: &StreamedMatrix<'_>) -> f32 {
     let (rows, columns) = matrix.shape();
     let mut values = vec![0f32; columns];
@@ -175,6 +193,23 @@ fn amax(matrix: &StreamedMatrix<'_>) -> f32 {
 
 /// Compares what was written with its source, element by element.
 pub(super) fn check(target: Target, matrix: &StreamedMatrix<'_>, written: &Encoded) -> Check {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2.
+        return unsafe { check_avx2(target, matrix, written) };
+    }
+    check_rows(target, matrix, written)
+}
+
+/// The same operations in wider registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn check_avx2(target: Target, matrix: &StreamedMatrix<'_>, written: &Encoded) -> Check {
+    check_rows(target, matrix, written)
+}
+
+#[inline(always)]
+fn check_rows(target: Target, matrix: &StreamedMatrix<'_>, written: &Encoded) -> Check {
     let (rows, columns) = matrix.shape();
     let row_bytes = target.row_bytes(columns);
     let scale_bytes = target.row_scales(columns) * target.scale_bytes();

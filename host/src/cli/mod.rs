@@ -2,11 +2,14 @@
 
 mod bench_cpu;
 mod bench_gpu;
+mod bench_layer;
 mod check;
 mod demo;
 mod doctor;
 mod load;
+mod machine;
 mod moe;
+mod plan;
 mod table;
 
 use asym_gemm::formats::WeightFormat;
@@ -36,6 +39,8 @@ enum Command {
     Demo(demo::DemoArguments),
     /// Run one MoE layer of a checkpoint: router, experts, shared expert.
     Moe(moe::MoeArguments),
+    /// Predict a layer's time, bytes and memory under each policy, on this or a given machine.
+    Plan(plan::PlanArguments),
     /// Compare kernels with this machine's ceilings.
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -50,6 +55,8 @@ enum BenchCommand {
     Cpu(bench_cpu::BenchCpuArguments),
     /// The grouped GEMM on the GPU: link and memory rates first, then each way of the weights.
     Gpu(bench_gpu::BenchGpuArguments),
+    /// A MoE layer under each policy: limits first, then verified and timed against the byte floor.
+    Layer(bench_layer::BenchLayerArguments),
 }
 
 /// What a command found; errors are of the library or of the input.
@@ -155,10 +162,14 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
     let outcome = match &arguments.command {
         Command::Demo(a) => demo::run(a, arguments.json, &mut text),
         Command::Moe(a) => moe::run(a, arguments.json, &mut text),
+        Command::Plan(a) => plan::run(a, arguments.threads, arguments.json, &mut text),
         Command::Bench(BenchCommand::Cpu(a)) => {
             bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
         }
         Command::Bench(BenchCommand::Gpu(a)) => bench_gpu::run(a, arguments.json, &mut text),
+        Command::Bench(BenchCommand::Layer(a)) => {
+            bench_layer::run(a, arguments.threads, arguments.json, &mut text)
+        }
         Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
     }?;
     // Not `print!`, which panics where nobody reads or the disk is full.

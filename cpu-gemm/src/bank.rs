@@ -115,9 +115,10 @@ impl<'a> ExpertRef<'a> {
 
     /// The panels of a slice's down from `panel` on, with everything that follows in the expert:
     /// the same panel of the next slice lies `slice_bytes` further.
-    pub(crate) fn down_panels_from(&self, panel: usize) -> &'a [u8] {
+    pub(crate) fn down_panels_from(&self, slice: usize, panel: usize) -> &'a [u8] {
         let size = self.geometry.down_panel_bytes();
-        &self.bytes[self.geometry.down_offset() + panel * size..]
+        let start = slice * self.geometry.slice_bytes();
+        &self.bytes[start + self.geometry.down_offset() + panel * size..]
     }
 
     /// The scales of that panel in int8-block128, fp8 and nvfp4; ones in other formats.

@@ -19,7 +19,8 @@ use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
-use crate::kernels::{Body, Kernel, Multiply, Panel, prefetch_share};
+use crate::engine::Compiled;
+use crate::kernels::{Body, Kernel, Multiply, Panel};
 use crate::matrix::{
     Bf16Weights, Codes, Fp8Weights, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef,
     WeightsRef,
@@ -56,7 +57,7 @@ pub struct GroupRange {
 
 /// Element types that D can have.
 #[expect(private_bounds, reason = "sealed")]
-pub trait Output: Pod + Send + Sync + FromLanes {
+pub trait Output: Pod + Send + Sync + FromLanes + Compiled {
     /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self;
 }
@@ -353,8 +354,8 @@ struct Scratch {
     tiles: Tiles,
     /// Panels that had to be copied.
     copies: Vec<u8>,
-    /// Lines of D.
-    lines: Buffer,
+    /// Parts of rows of D.
+    runs: Buffer,
 }
 
 thread_local! {
@@ -462,7 +463,7 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 Scratch {
                     tiles,
                     copies,
-                    lines,
+                    runs,
                 },
         } = self;
         let units = row_bytes::<R>(job.shape.k) / R::X_UNIT_BYTES;
@@ -484,12 +485,8 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
         let mut first = 0;
         while first < block.groups() {
             let groups = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - groups);
             // SAFETY: the groups of the block are packed.
-            let (x, next) = unsafe {
-                let pass = |first, count| pass(&job.x, block.first_group, block.rows, first, count);
-                (pass(first, groups), pass(first + groups, following))
-            };
+            let x = unsafe { pass(&job.x, block.first_group, block.rows, first, groups) };
             let x = &x[..groups];
             let first_column = panels.start * PANEL_ROWS;
             // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
@@ -500,12 +497,11 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                     (block.start + first * TOKENS) * job.stride + first_column,
                     job.stride,
                     (count * PANEL_ROWS).min(job.shape.n - first_column),
-                    lines,
+                    runs,
                     job.stream,
                 )
             };
             for p in 0..count {
-                prefetch_share::<R, M>(&next[..following], 0..units, p, count);
                 let weights = TaskPanels {
                     b: job.operands.b,
                     scales: job.operands.scales,
@@ -524,7 +520,7 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 let scales = weights.scales(0, 0);
                 for (g, x) in x.iter().enumerate() {
                     let scaled = products.scaled(v, 0, g, x, &scales);
-                    rows.put(v, p, g, x.tokens, scaled);
+                    rows.put(v, p, g, x.tokens, &scaled);
                 }
             }
             first += groups;

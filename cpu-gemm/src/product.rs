@@ -3,7 +3,7 @@
 use crate::kernels::{Group, Multiply, Panel, Span};
 use crate::recipe::{Recipe, add_block};
 use crate::tile::{Lanes, Tile};
-use crate::vector::Vector;
+use crate::vector::{LaneRows, Vector};
 
 /// Consecutive panels of weights. Implement the methods with `#[inline(always)]`.
 pub(crate) trait Weights {
@@ -62,8 +62,8 @@ pub(crate) struct Products<'t, R: Recipe> {
 }
 
 impl<R: Recipe> Products<'_, R> {
-    /// The rows of the scaled product of panel `p` and group `g`; `x` is that group, `rows` the
-    /// panel's scales if K is one block.
+    /// The scaled product of panel `p` and group `g`; `x` is that group, `rows` the panel's scales
+    /// if K is one block.
     #[inline(always)]
     pub(crate) fn scaled<'p, V: Vector>(
         &'p self,
@@ -72,16 +72,39 @@ impl<R: Recipe> Products<'_, R> {
         g: usize,
         x: &Group<'_>,
         rows: &'p Lanes<f32>,
-    ) -> impl Fn(usize) -> V::F + 'p
-    where
-        V::F: 'p,
-        V: 'p,
-    {
+    ) -> Scaled<'p, R, V> {
         let i = p * self.groups + g;
-        let tokens = v.load(&x.scales[0]);
-        move |r| match R::BLOCKED_X {
-            true => v.load(&self.y[i].0[r]),
-            false => R::first(v, &self.sums[i].0[r], R::scale(v, tokens, rows[r])),
+        match R::BLOCKED_X {
+            true => Scaled::Done(&self.y[i]),
+            false => Scaled::Sums {
+                sums: &self.sums[i],
+                rows,
+                tokens: v.load(&x.scales[0]),
+            },
+        }
+    }
+}
+
+/// A product with its scales.
+pub(crate) enum Scaled<'p, R: Recipe, V: Vector> {
+    /// Scaled block by block.
+    Done(&'p Tile<f32>),
+    /// To be scaled.
+    Sums {
+        sums: &'p Tile<R::Sum>,
+        rows: &'p Lanes<f32>,
+        tokens: V::F,
+    },
+}
+
+impl<R: Recipe, V: Vector> LaneRows<V> for Scaled<'_, R, V> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        match self {
+            Self::Done(y) => y.row(v, r),
+            Self::Sums { sums, rows, tokens } => {
+                R::first(v, &sums.0[r], R::scale(v, *tokens, rows[r]))
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 //! - [`checkpoint`]: an MoE layer from a Hugging Face checkpoint;
 //! - [`convert`]: its experts in another format, for checkpoints larger than memory;
 //! - [`moe`]: routing, the packed row layout, the expert bank and the whole block;
+//! - [`dispatch`]: who computes what of a layer, by predicted time; what stays in GPU memory;
 //! - [`gemm`]: grouped GEMM on the GPU over plain row-major weights;
 //! - [`transfer`]: how weights reach the GPU, and what the link does;
 //! - [`driver`]: devices, memory and kernels, over a driver loaded at run time;
@@ -16,6 +17,7 @@
 pub mod bench;
 pub mod checkpoint;
 pub mod convert;
+pub mod dispatch;
 #[cfg(feature = "cuda")]
 pub mod driver;
 #[cfg(feature = "cuda")]

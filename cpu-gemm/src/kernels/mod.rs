@@ -34,9 +34,7 @@ use crate::vector::Vector;
 use amx::Emulated;
 use by_rows::ByRows;
 use fp4::Fp4;
-pub(crate) use operands::{
-    Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_bytes, prefetch_share,
-};
+pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_bytes};
 use portable::Portable;
 
 /// Products of 16 weight rows with groups of 16 tokens.

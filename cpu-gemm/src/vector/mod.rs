@@ -87,9 +87,12 @@ pub(crate) trait VectorMath: Vector {
     /// Rows become columns of `out`.
     #[inline(always)]
     fn transpose_tile(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
-        let rows = std::array::from_fn(|r| self.load_int(bytemuck::cast_ref(&tile.0[r])));
-        for (row, out) in self.transpose(rows).into_iter().zip(&mut out.0) {
-            self.store_int(row, out);
+        let mut rows = [self.splat_int(0); TOKENS];
+        for (row, lanes) in rows.iter_mut().zip(&tile.0) {
+            *row = self.load_int(bytemuck::cast_ref(lanes));
+        }
+        for (column, out) in self.transpose(rows).into_iter().zip(&mut out.0) {
+            self.store_int(column, out);
         }
     }
 
@@ -167,6 +170,23 @@ pub(crate) trait VectorMath: Vector {
 }
 
 impl<V: Vector> VectorMath for V {}
+
+/// 16 rows of lanes, computed when they are asked for. Implement the method with
+/// `#[inline(always)]`.
+///
+/// (No closures: one that is not inlined, or that goes through `array::from_fn`, is not compiled for
+/// the instruction set at hand, and then every operation in it is a call.)
+pub(crate) trait LaneRows<V: Vector> {
+    /// Row `r`.
+    fn row(&self, v: V, r: usize) -> V::F;
+}
+
+impl<V: Vector> LaneRows<V> for Tile<f32> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        v.load(&self.0[r])
+    }
+}
 
 /// Element types that 16 lanes can be rounded to.
 pub(crate) trait FromLanes: Sized {

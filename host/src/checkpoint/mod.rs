@@ -37,6 +37,7 @@ pub use shards::Checkpoint;
 pub use spec::TensorSpec;
 pub(crate) use stream::moe_layers;
 pub use stream::{LayerStream, StreamedMatrix};
+pub(crate) use write::replace;
 pub use write::{TensorData, write};
 pub use writer::{TensorShape, TensorWriter};
 pub(crate) use writer::{remove_unfinished, replace_file};

@@ -2,13 +2,16 @@
 
 mod bench_cpu;
 mod bench_gpu;
+mod bench_layer;
 mod check;
 mod convert;
 mod demo;
 mod doctor;
 mod inspect;
 mod load;
+mod machine;
 mod moe;
+mod plan;
 mod table;
 
 use asym_gemm::formats::WeightFormat;
@@ -42,6 +45,8 @@ enum Command {
     Convert(convert::ConvertArguments),
     /// Show what a checkpoint holds, what a token costs and what fits where.
     Inspect(inspect::InspectArguments),
+    /// Predict a layer's time, bytes and memory under each policy, on this or a given machine.
+    Plan(plan::PlanArguments),
     /// Compare kernels with this machine's ceilings.
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -56,6 +61,8 @@ enum BenchCommand {
     Cpu(bench_cpu::BenchCpuArguments),
     /// The grouped GEMM on the GPU: link and memory rates first, then each way of the weights.
     Gpu(bench_gpu::BenchGpuArguments),
+    /// A MoE layer under each policy: limits first, then verified and timed against the byte floor.
+    Layer(bench_layer::BenchLayerArguments),
 }
 
 /// What a command found; errors are of the library or of the input.
@@ -169,10 +176,14 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
         Command::Moe(a) => moe::run(a, arguments.json, &mut text),
         Command::Convert(a) => convert::run(a, arguments.json, &mut text),
         Command::Inspect(a) => inspect::run(a, arguments.json, &mut text),
+        Command::Plan(a) => plan::run(a, arguments.threads, arguments.json, &mut text),
         Command::Bench(BenchCommand::Cpu(a)) => {
             bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
         }
         Command::Bench(BenchCommand::Gpu(a)) => bench_gpu::run(a, arguments.json, &mut text),
+        Command::Bench(BenchCommand::Layer(a)) => {
+            bench_layer::run(a, arguments.threads, arguments.json, &mut text)
+        }
         Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
     }?;
     // Not `print!`, which panics where nobody reads or the disk is full.

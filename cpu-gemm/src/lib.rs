@@ -2,6 +2,7 @@
 //!
 //! - [`Engine`] chooses an instruction set and runs expert feed-forwards over a weight bank
 //!   ([`Engine::expert_ffn`]) and grouped GEMMs over plain matrices.
+//! - [`dense`] is the general D = α·op(A)·op(B) + β·C: single, batched, grouped.
 //! - [`BankRef`], [`pack_expert`] and [`unpack`] make and read the bank, whose layout is
 //!   `asym_gemm_formats::bank`.
 //! - [`router_logits`] and [`combine`] are the steps before and after the experts.
@@ -12,6 +13,7 @@
 mod amx_permission;
 mod bank;
 mod combine;
+pub mod dense;
 mod engine;
 mod errors;
 mod ffn;
@@ -20,6 +22,7 @@ mod isa;
 mod kernels;
 mod matrix;
 mod memory;
+mod pack;
 pub mod pool;
 pub mod probe;
 mod product;
@@ -36,7 +39,7 @@ mod vector;
 mod wide;
 mod workspace;
 
-pub use bank::{BankRef, ExpertSource, UnpackedExpert, pack_expert, unpack};
+pub use bank::BankRef;
 pub use combine::{Combine, Slots, combine};
 pub use engine::Engine;
 pub use errors::CpuError;
@@ -48,5 +51,6 @@ pub use matrix::{
     MatrixRef, PackedRef, WeightElement, WeightsRef,
 };
 pub use memory::HugeBuffer;
+pub use pack::{ExpertSource, StoredRow, UnpackedExpert, pack_expert, unpack};
 pub use router::{Router, router_logits};
 pub use tokens::Rows;

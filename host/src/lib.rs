@@ -1,6 +1,7 @@
 //! Mixture-of-Experts layers whose weights stay in host memory, on CPU and GPU.
 //!
 //! - [`checkpoint`]: an MoE layer from a Hugging Face checkpoint;
+//! - [`convert`]: its experts in another format, for checkpoints larger than memory;
 //! - [`moe`]: routing, the packed row layout, the expert bank and the whole block;
 //! - [`dispatch`]: who computes what of a layer, by predicted time; what stays in GPU memory;
 //! - [`gemm`]: grouped GEMM on the GPU over plain row-major weights;
@@ -15,6 +16,7 @@
 #[cfg(feature = "bench")]
 pub mod bench;
 pub mod checkpoint;
+pub mod convert;
 pub mod dispatch;
 #[cfg(feature = "cuda")]
 pub mod driver;

@@ -7,14 +7,17 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Checkpoints in bf16 and their MoE layer; inputs and outputs lie beside them.
-const FIXTURES: [(&str, usize); 4] = [
+/// Checkpoints and their MoE layer; inputs and outputs lie beside them.
+const FIXTURES: [(&str, usize); 7] = [
     ("qwen3_moe_bf16", 0),
     ("mixtral_bf16", 0),
     ("deepseek_v3_bf16", 1),
     ("gpt_oss_bf16", 0),
+    ("deepseek_v3_fp8", 1),
+    ("gpt_oss_mxfp4", 0),
+    ("qwen3_moe_nvfp4_modelopt", 0),
 ];
-const FORMATS: [&str; 4] = ["bf16", "int8", "int8-block128", "fp8"];
+const FORMATS: [&str; 6] = ["bf16", "int8", "int8-block128", "fp8", "nvfp4", "mxfp4"];
 /// Tokens of each fixture.
 const TOKENS: usize = 19;
 /// Width of the Qwen3 fixture.
@@ -631,14 +634,21 @@ fn layers_that_are_not_there() {
     call(folder.path()).refused(&[&text(folder.path()), "model.safetensors"]);
 }
 
+/// Without `--format` experts are computed as they are stored, and then only activations are
+/// rounded.
 #[test]
-fn quantised_checkpoints_are_not_supported_yet() {
-    for (name, layer, method) in [
+fn quantised_checkpoints_are_computed_as_stored() {
+    for (name, layer, format) in [
         ("deepseek_v3_fp8", 1, "fp8"),
         ("gpt_oss_mxfp4", 0, "mxfp4"),
-        ("qwen3_moe_nvfp4_modelopt", 0, "modelopt"),
+        ("qwen3_moe_nvfp4_modelopt", 0, "nvfp4"),
     ] {
-        Call::fixture((name, layer)).refused(&[method, "not supported yet", "bf16"]);
+        let expect = io(name, layer, "output");
+        let report = Call::fixture((name, layer))
+            .with(&["--expect", &expect])
+            .json(0);
+        assert_eq!(report["format"], format, "{report}");
+        assert_eq!(report["comparison"]["element_limit"], 0.012, "{report}");
     }
 }
 
@@ -809,7 +819,7 @@ fn misuse() {
     let call = Call::fixture(FIXTURES[0]);
     call.clone()
         .with(&["--format", "fp4"])
-        .misused(&["fp4", "bf16, int8, int8-block128, fp8"]);
+        .misused(&["fp4", "bf16, int8, int8-block128, fp8, nvfp4, mxfp4"]);
     call.clone()
         .with(&["--transfer", "pigeon"])
         .misused(&["pigeon", "staged"]);

@@ -84,7 +84,10 @@ pub(super) fn compare(
 ) -> Result<(), String> {
     let bound = match format {
         // Rounding of h, then of the output.
-        WeightFormat::Bf16 | WeightFormat::Fp8Block128 => 1e-2,
+        WeightFormat::Bf16
+        | WeightFormat::Fp8Block128
+        | WeightFormat::Nvfp4
+        | WeightFormat::Mxfp4 => 1e-2,
         // Quantisation of x and of h.
         WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => 4e-2,
     };

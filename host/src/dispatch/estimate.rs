@@ -148,7 +148,7 @@ impl Question {
         );
         let tokens = u64::from(self.tokens);
         let rows = tokens * top_k as u64;
-        let element = geometry.format.element_bytes() as u64;
+        let element = geometry.format.activation_bytes() as u64;
         tokens * hidden * (2 + 4) + rows * (hidden * (element + 4) + intermediate * (element + 4))
     }
 

@@ -24,8 +24,11 @@ impl Rates {
             WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => {
                 (default.cpu_tera_ops, default.gpu_tera_ops)
             }
+            // Widened to bf16 on the CPU; products of fp8 on the GPU.
             WeightFormat::Fp8Block128 => (default.cpu_tera_ops / 2.0, default.gpu_tera_ops),
-            WeightFormat::Bf16 => (default.cpu_tera_ops / 2.0, default.gpu_tera_ops / 1.75),
+            WeightFormat::Bf16 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => {
+                (default.cpu_tera_ops / 2.0, default.gpu_tera_ops / 1.75)
+            }
         };
         Self {
             cpu_tera_ops: cpu,
@@ -41,7 +44,10 @@ impl Rates {
     pub fn with_measured_cpu(self, format: WeightFormat, threads: usize, bytes: usize) -> Self {
         let precision = match format {
             WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => Precision::Int8,
-            WeightFormat::Bf16 | WeightFormat::Fp8Block128 => Precision::Bf16,
+            WeightFormat::Bf16
+            | WeightFormat::Fp8Block128
+            | WeightFormat::Nvfp4
+            | WeightFormat::Mxfp4 => Precision::Bf16,
         };
         let products = SpinPool::new(threads).ok().and_then(|workers| {
             Products::best(precision)

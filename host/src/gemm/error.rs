@@ -2,6 +2,12 @@
 
 use crate::driver::DriverError;
 
+impl From<std::convert::Infallible> for GemmError {
+    fn from(never: std::convert::Infallible) -> Self {
+        match never {}
+    }
+}
+
 /// What can be wrong with a grouped GEMM call.
 #[derive(Debug, thiserror::Error)]
 pub enum GemmError {

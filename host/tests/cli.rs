@@ -787,7 +787,14 @@ fn plans_of_a_given_machine() {
                  --dram 100 --zipf 1.1 --hbm-mib 150 --divisions";
     let call = Call::new(&words.split_whitespace().collect::<Vec<_>>());
     let table = call.prints(0);
-    for word in ["T=4096", "cpu-only", "gpu-only", "static-16", "adaptive", "experts 0..="] {
+    for word in [
+        "T=4096",
+        "cpu-only",
+        "gpu-only",
+        "static-16",
+        "adaptive",
+        "experts 0..=",
+    ] {
         assert!(table.contains(word), "{word}: {table}");
     }
     let json: Value = serde_json::from_str(&call.with(&["--json"]).prints(0)).unwrap();
@@ -799,7 +806,11 @@ fn plans_of_a_given_machine() {
         let policies = answer["policies"].as_array().unwrap();
         let adaptive = seconds(&policies[3]);
         assert!(adaptive > floor);
-        assert!(policies.iter().all(|policy| adaptive <= seconds(policy) * 1.006));
+        assert!(
+            policies
+                .iter()
+                .all(|policy| adaptive <= seconds(policy) * 1.006)
+        );
     }
     assert_eq!(answers[0]["active"], 8);
     assert!(answers[0]["resident_experts"].as_u64().unwrap() >= 30);
@@ -807,8 +818,13 @@ fn plans_of_a_given_machine() {
     let folder = text(fixture(FIXTURES[0].0));
     let model = Call::new(&["plan", "--model", &folder, "--no-measure"]);
     let text = model.clone().with(&["--gpus", "0"]).prints(0);
-    assert!(text.contains("no GPU") && !text.contains("adaptive"), "{text}");
-    model.with(&["--link", "-3"]).refused(&["link_gb_s", "above 0"]);
+    assert!(
+        text.contains("no GPU") && !text.contains("adaptive"),
+        "{text}"
+    );
+    model
+        .with(&["--link", "-3"])
+        .refused(&["link_gb_s", "above 0"]);
     Call::new(&["plan", "--model", "/nonexistent"]).refused(&["/nonexistent"]);
     Call::new(&["plan", "--shape", "8,64,64,2", "--rates", "/nonexistent"])
         .refused(&["/nonexistent"]);

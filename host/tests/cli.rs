@@ -823,7 +823,7 @@ fn plans_of_a_given_machine() {
         "{text}"
     );
     model
-        .with(&["--link", "-3"])
+        .with(&["--link", "0"])
         .refused(&["link_gb_s", "above 0"]);
     Call::new(&["plan", "--model", "/nonexistent"]).refused(&["/nonexistent"]);
     Call::new(&["plan", "--shape", "8,64,64,2", "--rates", "/nonexistent"])

@@ -11,14 +11,10 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("layer").required(true).args(["model", "shape"])))]
 pub(super) struct PlanArguments {
     /// Folder of a checkpoint: the shape of its MoE layers.
-    #[arg(
-        long,
-        value_name = "DIR",
-        conflicts_with = "shape",
-        required_unless_present = "shape"
-    )]
+    #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Experts, hidden, intermediate, experts of a token.
     #[arg(long, value_name = "E,H,I,K", value_parser = parse_shape)]

@@ -1,5 +1,6 @@
 //! A checked problem as addresses and strides.
 
+use super::checked::{Checked, CheckedOperand};
 use super::overlap::Place;
 use super::params::Op;
 use super::view::{C, Extent, Layout, Matrix, MatrixMut};
@@ -131,6 +132,41 @@ impl<T: Element, D: Output<T::Scalar>> Job<T, D> {
             job.d = job.d.transposed();
         }
         Ok(job)
+    }
+
+    /// The same without types.
+    pub(super) fn checked(&self) -> Checked<T::Scalar> {
+        fn operand<P>(
+            strides: &Strides<P>,
+            address: impl Fn(&P) -> usize,
+            (rows, cols): (usize, usize),
+            size: usize,
+        ) -> CheckedOperand {
+            let elements = match rows.min(cols) {
+                0 => 0,
+                _ => (rows - 1) * strides.rows + (cols - 1) * strides.cols + 1,
+            };
+            CheckedOperand {
+                address: address(&strides.data),
+                bytes: elements * size,
+                row_step: strides.rows,
+                col_step: strides.cols,
+            }
+        }
+        let (m, n, k) = (self.m, self.n, self.k);
+        let input = |x, shape| operand(x, |p: &*const T| p.addr(), shape, size_of::<T>());
+        let c = |x| operand(x, |p: &*const D| p.addr(), (m, n), size_of::<D>());
+        Checked {
+            m,
+            n,
+            k,
+            alpha: self.alpha,
+            beta: self.beta,
+            a: input(&self.a, (m, k)),
+            b: input(&self.b, (k, n)),
+            c: self.c.as_ref().map(c),
+            d: operand(&self.d, |p: &*mut D| p.addr(), (m, n), size_of::<D>()),
+        }
     }
 
     /// Whether C is D.

@@ -62,6 +62,7 @@
 //! ```
 
 mod calls;
+mod checked;
 mod error;
 mod job;
 mod kernels;
@@ -75,8 +76,10 @@ mod tests;
 mod view;
 
 pub use calls::{Batch, Group, Problem, batched, grouped, single, strided_batched};
+pub use checked::{Checked, CheckedOperand, Checker};
 pub use error::DenseError;
 pub use params::{Element, Gemm, Multiply, Op, Output, Scalar};
+pub use run::CpuElement;
 pub use view::{
     C, ColMajor, Extent, Layout, Matrix, MatrixMut, RowMajor, Strided, StridedMut, batch_needed,
     check_apart, packed_ld,

@@ -157,6 +157,29 @@ impl<'a, T, L: Layout> Matrix<'a, T, L> {
         self.extent.ld
     }
 
+    /// Rows `first..first + rows`.
+    ///
+    /// # Errors
+    /// If there are not so many.
+    pub fn row_range(self, first: usize, rows: usize) -> Result<Self, DenseError> {
+        if first.checked_add(rows).is_none_or(|end| end > self.rows()) {
+            return Err(DenseError::TooShort {
+                what: "the range of rows",
+                needed: first.saturating_add(rows),
+                actual: self.rows(),
+            });
+        }
+        let step = if L::ROW_MAJOR { self.extent.ld } else { 1 };
+        Ok(Self {
+            data: self.data.wrapping_add(first * step),
+            extent: Extent {
+                rows,
+                ..self.extent
+            },
+            marker: PhantomData,
+        })
+    }
+
     /// The same memory as the transposed matrix.
     pub fn transposed(self) -> Matrix<'a, T, L::Other> {
         Matrix {
@@ -340,6 +363,14 @@ impl<'a, T, L: Layout> Strided<'a, T, L> {
     /// Number of matrices.
     pub fn count(&self) -> usize {
         self.count
+    }
+
+    /// Matrix `index`, if there is one.
+    pub fn get(&self, index: usize) -> Option<Matrix<'a, T, L>> {
+        (index < self.count).then(|| Matrix {
+            data: self.first.data.wrapping_add(index * self.stride),
+            ..self.first
+        })
     }
 
     /// The matrices.

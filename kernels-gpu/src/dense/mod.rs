@@ -30,7 +30,7 @@ pub const BUFFER_BYTES: u32 = 2 * TILE * ROW_BYTES;
 /// Dynamic shared memory of a block.
 pub const SHARED_BYTES: u32 = 2 * BUFFER_BYTES;
 /// Blocks of an SM that registers and shared memory allow.
-pub const BLOCKS_PER_SM: u32 = 4;
+pub const BLOCKS_PER_SM: u32 = 3;
 
 pub mod scatter;
 

@@ -7,9 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use asym_gemm_cpu::Engine;
-use asym_gemm_cpu::dense::{
-    C, Gemm, Group, Matrix, MatrixMut, Problem, RowMajor, grouped, single,
-};
+use asym_gemm_cpu::dense::{C, Gemm, Group, Matrix, MatrixMut, Problem, RowMajor, grouped, single};
 use asym_gemm_cpu::pool::SpinPool;
 use half::bf16;
 
@@ -17,7 +15,9 @@ use half::bf16;
 const TURNS: usize = 15;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut numbers = std::env::args().skip(1).filter_map(|a| a.parse::<usize>().ok());
+    let mut numbers = std::env::args()
+        .skip(1)
+        .filter_map(|a| a.parse::<usize>().ok());
     let size = numbers.next().unwrap_or(1024);
     let available = std::thread::available_parallelism()?.get();
     let threads = numbers.next().unwrap_or(available);
@@ -75,11 +75,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         result?;
     }
     let gflops = |seconds: f64| 2.0 * (size as f64).powi(3) / seconds / 1e9;
-    println!("{} on {threads} threads, {size}^3, best of {TURNS}", engine.isa());
+    println!(
+        "{} on {threads} threads, {size}^3, best of {TURNS}",
+        engine.isa()
+    );
     let names = ["gemm crate f32 NN", "f32 NN", "f32 NT", "bf16 NT"];
     for (name, seconds) in names.iter().zip(best) {
         let ratio = best[0] / seconds;
-        println!("{name:<18} {:8.2} ms {:8.1} GFLOP/s   {ratio:.2} x", seconds * 1e3, gflops(seconds));
+        println!(
+            "{name:<18} {:8.2} ms {:8.1} GFLOP/s   {ratio:.2} x",
+            seconds * 1e3,
+            gflops(seconds)
+        );
     }
     small_problems(&engine)?;
     Ok(())
@@ -158,7 +165,10 @@ fn small_problems(engine: &Engine) -> Result<(), Box<dyn std::error::Error>> {
         }
         let mut groups: Vec<_> = problems
             .iter_mut()
-            .map(|(gemm, problems)| Group { gemm: *gemm, problems })
+            .map(|(gemm, problems)| Group {
+                gemm: *gemm,
+                problems,
+            })
             .collect();
         let start = Instant::now();
         grouped(engine, &mut groups)?;

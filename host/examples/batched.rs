@@ -6,7 +6,7 @@
 use asym_gemm::cpu::Engine;
 use asym_gemm::gemm::{Extent, Gemm, RowMajor, Strided, StridedMut, strided_batched};
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (tokens, heads, dim) = (5, 4, 16);
     let x: Vec<f32> = (0..tokens * heads * dim)
         .map(|i| (i % 7) as f32 - 3.0)

@@ -7,7 +7,7 @@ use asym_gemm::driver::{DeviceBuffer, Gpu, Stream, probe};
 use asym_gemm::gemm::{Extent, Gemm, GpuGemm, GpuProblem, OnGpu, RowMajor};
 use half::bf16;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let found = probe();
     if found.missing.is_some() || found.device_files == 0 {
         println!("no GPU here: {found:?}");

@@ -7,7 +7,7 @@ use asym_gemm::gemm::{
     Combine, Extent, Matrix, MatrixMut, RowMajor, Strided, combine, gather_rows, grouped_nt, pack,
 };
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (tokens, top_k, experts, n, k) = (5, 2, 4, 6, 8);
     let x: Vec<f32> = (0..tokens * k)
         .map(|i| (10 * (i / k) + i % k + 1) as f32)

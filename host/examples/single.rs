@@ -6,7 +6,7 @@ use asym_gemm::cpu::Engine;
 use asym_gemm::gemm::{C, Gemm, Matrix, MatrixMut, RowMajor, single};
 use half::bf16;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (m, n, k) = (3, 4, 8);
     let a: Vec<bf16> = (0..m * k).map(|i| bf16::from_f32(i as f32)).collect();
     // A linear layer's weights: one row for each column of D.

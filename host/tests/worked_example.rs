@@ -50,7 +50,10 @@ fn packing_is_as_given() {
     assert_eq!(packed.output_index, [0, 5, 3, 8, 1, 6, 4, 9, 2, 7]);
     let rows = gather_rows(&x(), K, &packed, bf16::NAN).unwrap();
     let first: Vec<f32> = rows.chunks(K).map(|row| row[0].to_f32()).collect();
-    assert_eq!(first, [1.0, 21.0, 41.0, 11.0, 31.0, 1.0, 21.0, 41.0, 11.0, 31.0]);
+    assert_eq!(
+        first,
+        [1.0, 21.0, 41.0, 11.0, 31.0, 1.0, 21.0, 41.0, 11.0, 31.0]
+    );
 
     let aligned = pack(&IDS, TOKENS, TOP_K, EXPERTS, 128).unwrap();
     let expert = |row: i32| vec![row; 128];
@@ -71,7 +74,11 @@ fn both_packings_give_the_weighted_sum() {
         let packed = pack(&IDS, TOKENS, TOP_K, EXPERTS, alignment).unwrap();
         let rows = gather_rows(&x, K, &packed, bf16::NAN).unwrap();
         let mut y = vec![f32::NAN; packed.rows * N];
-        let extent = Extent { rows: N, cols: K, ld: K };
+        let extent = Extent {
+            rows: N,
+            cols: K,
+            ld: K,
+        };
         grouped_nt(
             &engine,
             Matrix::<_, RowMajor>::packed(&rows, packed.rows, K).unwrap(),
@@ -105,6 +112,9 @@ fn both_packings_give_the_weighted_sum() {
                 .sum();
             want += f64::from(WEIGHTS[token * TOP_K + slot]) * dot;
         }
-        assert!((f64::from(got) - want).abs() < 1e-3, "{got}, expected {want}");
+        assert!(
+            (f64::from(got) - want).abs() < 1e-3,
+            "{got}, expected {want}"
+        );
     }
 }

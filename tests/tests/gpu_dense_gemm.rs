@@ -3,7 +3,7 @@
 use asym_gemm::driver::{DeviceBuffer, Event, Gpu, PinnedBuffer, Stream};
 use asym_gemm::gemm::{
     ColMajor, Extent, Gemm, GpuElement, GpuGemm, GpuProblem, Layout, Matrix, MatrixMut, Multiply,
-    OnGpu, Op, OutputElement, RowMajor, Scalar, pack,
+    OnGpu, Op, OutputElement, RowMajor, Scalar, ScatterPlan, pack,
 };
 use asym_gemm_testkit::skip::skip_gpu;
 use bytemuck::Pod;
@@ -61,13 +61,21 @@ fn fill<T: Value>(count: usize, mut seed: u64) -> Vec<T> {
 }
 
 fn extent<L: Layout>((rows, cols): (usize, usize), pad: usize) -> (Extent, usize) {
-    let (major, minor) = if L::ROW_MAJOR { (rows, cols) } else { (cols, rows) };
+    let (major, minor) = if L::ROW_MAJOR {
+        (rows, cols)
+    } else {
+        (cols, rows)
+    };
     let ld = minor.max(1) + pad;
     (Extent { rows, cols, ld }, (major * ld).max(1))
 }
 
 fn index<L: Layout>(e: &Extent, r: usize, c: usize) -> usize {
-    if L::ROW_MAJOR { r * e.ld + c } else { c * e.ld + r }
+    if L::ROW_MAJOR {
+        r * e.ld + c
+    } else {
+        c * e.ld + r
+    }
 }
 
 struct Call {
@@ -92,7 +100,13 @@ where
 {
     let [m, n, k] = call.shape;
     let exact = D::ULP == 0.0;
-    let scalar = |x: f64| if exact { T::Scalar::of(x / 10.0) } else { T::Scalar::of(x) };
+    let scalar = |x: f64| {
+        if exact {
+            T::Scalar::of(x / 10.0)
+        } else {
+            T::Scalar::of(x)
+        }
+    };
     let params = Gemm {
         m,
         n,
@@ -108,7 +122,11 @@ where
     let (a, b) = (fill::<T>(la, 1), fill::<T>(lb, 2));
     // Old contents: C of an in-place call, else NaN where there is one.
     let in_place = call.beta != 0.0;
-    let old = if in_place { fill::<D>(ld, 3) } else { vec![D::of(f64::NAN); ld] };
+    let old = if in_place {
+        fill::<D>(ld, 3)
+    } else {
+        vec![D::of(f64::NAN); ld]
+    };
     let da = DeviceBuffer::from_slice(gpu, &a).unwrap();
     let db = DeviceBuffer::from_slice(gpu, &b).unwrap();
     let mut dd = DeviceBuffer::from_slice(gpu, &old).unwrap();
@@ -153,13 +171,24 @@ where
             size += (beta * old[at].f64()).abs();
         }
         let factor = (k as f64 / 16.0 + 2.0) * 2f64.powi(-22);
-        let bound = if exact { 0.0 } else { 0.5 * D::ULP * sum.abs() + factor * size + 1e-30 };
+        let bound = if exact {
+            0.0
+        } else {
+            0.5 * D::ULP * sum.abs() + factor * size + 1e-30
+        };
         let got = got[at].f64();
-        assert!((got - sum).abs() <= bound, "{kernel} {:?} [{r}, {c}]: {got}, expected {sum}", call.shape);
+        assert!(
+            (got - sum).abs() <= bound,
+            "{kernel} {:?} [{r}, {c}]: {got}, expected {sum}",
+            call.shape
+        );
     }
     for (i, written) in written.into_iter().enumerate() {
         let kept = got[i] == old[i] || (got[i].f64().is_nan() && old[i].f64().is_nan());
-        assert!(written || kept, "{kernel}: element {i} between the rows was written");
+        assert!(
+            written || kept,
+            "{kernel}: element {i} between the rows was written"
+        );
     }
     kernel
 }
@@ -186,9 +215,21 @@ fn products_match_f64_sums() {
     .into_iter()
     .enumerate()
     {
-        for (ops, pads) in [(none, [0, 0, 0]), (nt, [1, 2, 3]), (both, [3, 0, 1]), (nt, [8, 8, 8])] {
+        for (ops, pads) in [
+            (none, [0, 0, 0]),
+            (nt, [1, 2, 3]),
+            (both, [3, 0, 1]),
+            (nt, [8, 8, 8]),
+        ] {
             let beta = if i % 2 == 0 { 0.0 } else { -0.5 };
-            calls.push(Call { shape, ops, pads, alpha: 1.5, beta, pinned: i == 3 });
+            calls.push(Call {
+                shape,
+                ops,
+                pads,
+                alpha: 1.5,
+                beta,
+                pinned: i == 3,
+            });
         }
     }
     for c in &calls {
@@ -203,8 +244,16 @@ fn products_match_f64_sums() {
     }
     // Large and aligned: the expert GEMM's kernels.
     for (shape, pads) in [([512, 512, 512], [0, 0, 0]), ([300, 521, 1024], [8, 0, 3])] {
-        let c = Call { shape, ops: nt, pads, alpha: 1.0, beta: 0.0, pinned: false };
-        let kernel = check::<bf16, bf16, RowMajor, RowMajor, RowMajor>(&gpu, &stream, &mut gemm, &c);
+        let c = Call {
+            shape,
+            ops: nt,
+            pads,
+            alpha: 1.0,
+            beta: 0.0,
+            pinned: false,
+        };
+        let kernel =
+            check::<bf16, bf16, RowMajor, RowMajor, RowMajor>(&gpu, &stream, &mut gemm, &c);
         assert!(kernel.contains("grouped_gemm"), "{kernel}");
         let kernel = check::<bf16, f32, RowMajor, RowMajor, RowMajor>(&gpu, &stream, &mut gemm, &c);
         assert!(kernel.contains("grouped_gemm"), "{kernel}");
@@ -228,14 +277,21 @@ fn scattered_rows_are_a_packing() {
     let di = DeviceBuffer::from_slice(&gpu, &ids).unwrap();
     for alignment in [1, 128] {
         let want = pack(&ids, tokens, top_k, experts, alignment).unwrap();
-        let got = gemm
-            .scatter(&dx, words, &di, top_k, experts, alignment, &stream)
-            .unwrap();
+        let plan = ScatterPlan {
+            ids: &di,
+            top_k,
+            experts,
+            alignment,
+        };
+        let got = gemm.scatter(&dx, words, plan, &stream).unwrap();
         assert_eq!(got.rows, want.rows);
         let m_indices = got.m_indices.to_vec().unwrap();
         assert_eq!(m_indices[..got.rows], want.m_indices);
         assert!(m_indices[got.rows..].iter().all(|&e| e == -1));
-        let (output, packed) = (got.output_index.to_vec().unwrap(), got.packed.to_vec().unwrap());
+        let (output, packed) = (
+            got.output_index.to_vec().unwrap(),
+            got.packed.to_vec().unwrap(),
+        );
         let mut rows = Vec::new();
         for (slot, (&row, &id)) in output.iter().zip(&ids).enumerate() {
             if id < 0 {
@@ -244,7 +300,10 @@ fn scattered_rows_are_a_packing() {
             }
             assert_eq!(m_indices[row as usize], id);
             let (at, token) = (row as usize * words, slot / top_k);
-            assert_eq!(packed[at..at + words], x[token * words..(token + 1) * words]);
+            assert_eq!(
+                packed[at..at + words],
+                x[token * words..(token + 1) * words]
+            );
             rows.push(row);
         }
         let mut stable: Vec<i32> = want.output_index.into_iter().filter(|&r| r >= 0).collect();
@@ -278,7 +337,11 @@ fn timings() {
         return;
     };
     let mut gemm = GpuGemm::new(&gpu);
-    let packed = |rows, cols| Extent { rows, cols, ld: cols };
+    let packed = |rows, cols| Extent {
+        rows,
+        cols,
+        ld: cols,
+    };
     type A<'a> = OnGpu<Matrix<'a, bf16, RowMajor>>;
     type Out<'a> = OnGpu<MatrixMut<'a, bf16, RowMajor>>;
     for (name, count, size) in [("8192^3", 1, 8192), ("64 x 512^3", 64, 512)] {
@@ -305,7 +368,11 @@ fn timings() {
             kernel = gemm.batched(&params, &mut problems, &stream).unwrap();
         });
         let flops = 2.0 * count as f64 * (size as f64).powi(3);
-        println!("TIME {name} {:.1} us {:.1} TFLOP/s {kernel}", seconds * 1e6, flops / seconds / 1e12);
+        println!(
+            "TIME {name} {:.1} us {:.1} TFLOP/s {kernel}",
+            seconds * 1e6,
+            flops / seconds / 1e12
+        );
     }
     let (count, n, k) = (256, 512, 512);
     let rows = |i: usize| 1 + i * 37 % 64;

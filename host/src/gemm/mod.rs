@@ -75,5 +75,5 @@ pub use asym_gemm_cpu::dense::{
 };
 pub use asym_gemm_cpu::{Combine, combine};
 #[cfg(feature = "cuda")]
-pub use device::{GpuElement, GpuGemm, GpuProblem, OnGpu, Scattered};
+pub use device::{GpuElement, GpuGemm, GpuProblem, OnGpu, ScatterPlan, Scattered};
 pub use experts::{gather_rows, grouped_nt, route_top_k};

@@ -12,4 +12,4 @@ mod scatter;
 
 pub use operands::{GpuElement, GpuProblem, OnGpu};
 pub use run::GpuGemm;
-pub use scatter::Scattered;
+pub use scatter::{ScatterPlan, Scattered};

@@ -7,6 +7,19 @@ use asym_gemm_kernels_gpu::dense::FAMILY;
 use asym_gemm_kernels_gpu::dense::scatter::{PLAN_THREADS, ROW_THREADS, ScatterArgs};
 use std::ffi::c_void;
 
+/// Where token rows go.
+#[derive(Clone, Copy, Debug)]
+pub struct ScatterPlan<'a> {
+    /// [T, top_k], experts; ids outside `0..experts` are skipped slots.
+    pub ids: &'a DeviceBuffer<i32>,
+    /// Slots of a token.
+    pub top_k: usize,
+    /// Number of experts.
+    pub experts: usize,
+    /// Each expert's rows start at a multiple of this power of two.
+    pub alignment: usize,
+}
+
 /// What [`GpuGemm::scatter`] made. The order of an expert's rows changes from call to call;
 /// `output_index` says where each slot's row is.
 #[derive(Debug)]
@@ -22,9 +35,7 @@ pub struct Scattered {
 }
 
 impl GpuGemm {
-    /// Copies the rows of `x` [T, words] to `ids` [T, top_k]'s experts, each expert's rows starting
-    /// at a multiple of `alignment`. Ids outside `0..experts` are skipped. Rows of padding are not
-    /// written.
+    /// Copies the rows of `x` [T, words] to their experts. Rows of padding are not written.
     ///
     /// # Errors
     /// Lengths that do not fit, an alignment that is no power of two, more than 2^31 rows, or a
@@ -33,12 +44,15 @@ impl GpuGemm {
         &mut self,
         x: &DeviceBuffer<u32>,
         words: usize,
-        ids: &DeviceBuffer<i32>,
-        top_k: usize,
-        experts: usize,
-        alignment: usize,
+        plan: ScatterPlan<'_>,
         stream: &Stream,
     ) -> Result<Scattered, GemmError> {
+        let ScatterPlan {
+            ids,
+            top_k,
+            experts,
+            alignment,
+        } = plan;
         let what = "scatter";
         let tokens = ids.len().checked_div(top_k).unwrap_or(0);
         let padding = experts

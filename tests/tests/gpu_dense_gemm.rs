@@ -1,6 +1,6 @@
 //! General GEMM on the GPU against sums in f64, and its times (`--ignored`).
 
-use asym_gemm::driver::{DeviceBuffer, Event, Gpu, PinnedBuffer, Stream};
+use asym_gemm::driver::{DeviceBuffer, DriverError, Event, Gpu, PinnedBuffer, Stream};
 use asym_gemm::gemm::{
     ColMajor, Extent, Gemm, GpuElement, GpuGemm, GpuProblem, Layout, Matrix, MatrixMut, Multiply,
     OnGpu, Op, OutputElement, RowMajor, Scalar, ScatterPlan, pack,
@@ -312,17 +312,18 @@ fn scattered_rows_are_a_packing() {
     }
 }
 
-/// Median seconds of a call, its wait included.
-fn time(stream: &Stream, gpu: &Gpu, mut call: impl FnMut()) -> f64 {
+/// Median seconds of what `call` enqueues `calls` times.
+fn time(stream: &Stream, gpu: &Gpu, calls: usize, mut call: impl FnMut()) -> f64 {
     call();
-    let mut times: Vec<f64> = (0..15)
+    stream.synchronize().unwrap();
+    let mut times: Vec<f64> = (0..9)
         .map(|_| {
             let (start, end) = (Event::new(gpu).unwrap(), Event::new(gpu).unwrap());
             start.record(stream).unwrap();
-            call();
+            (0..calls).for_each(|_| call());
             end.record(stream).unwrap();
             end.synchronize().unwrap();
-            f64::from(end.elapsed_ms(&start).unwrap()) / 1e3
+            f64::from(end.elapsed_ms(&start).unwrap()) / 1e3 / calls as f64
         })
         .collect();
     times.sort_by(f64::total_cmp);
@@ -350,7 +351,7 @@ fn timings() {
         let mut d = DeviceBuffer::<bf16>::zeroed(&gpu, count * size * size).unwrap();
         let params = Gemm::nt(size, size, size);
         let mut kernel = "";
-        let seconds = time(&stream, &gpu, || {
+        let mut enqueue = |stream: &Stream| {
             let mut rest =
                 Some(Out::device_mut(&gpu, &mut d, 0, packed(count * size, size)).unwrap());
             let mut problems: Vec<_> = (0..count)
@@ -365,7 +366,21 @@ fn timings() {
                     )
                 })
                 .collect();
-            kernel = gemm.batched(&params, &mut problems, &stream).unwrap();
+            // SAFETY: the buffers live until the waits of `time`.
+            kernel = unsafe { gemm.enqueue(&mut [(params, &mut problems)], stream) }.unwrap();
+        };
+        enqueue(&stream);
+        stream.synchronize().unwrap();
+        // The second call uploads nothing.
+        let graph = stream
+            .capture(|stream| {
+                enqueue(stream);
+                Ok::<(), DriverError>(())
+            })
+            .unwrap();
+        let seconds = time(&stream, &gpu, 20, || {
+            // SAFETY: as above.
+            unsafe { graph.launch(&stream).unwrap() }
         });
         let flops = 2.0 * count as f64 * (size as f64).powi(3);
         println!(
@@ -384,7 +399,7 @@ fn timings() {
     let mut seconds = Vec::new();
     for together in [false, true] {
         d.fill_bytes(0xff).unwrap();
-        seconds.push(time(&stream, &gpu, || {
+        seconds.push(time(&stream, &gpu, 1, || {
             let mut rest = Some(Out::device_mut(&gpu, &mut d, 0, packed(total, n)).unwrap());
             let mut row = 0;
             let mut problems: Vec<_> = (0..count)
@@ -405,10 +420,12 @@ fn timings() {
                 .map(|(i, p)| (Gemm::nt(rows(i), n, k), &mut p[..]))
                 .collect();
             if together {
-                gemm.grouped(&mut groups, &stream).unwrap();
+                // SAFETY: the buffers live until the waits of `time`.
+                unsafe { gemm.enqueue(&mut groups, &stream) }.unwrap();
             } else {
                 for group in groups.chunks_mut(1) {
-                    gemm.grouped(group, &stream).unwrap();
+                    // SAFETY: as above.
+                    unsafe { gemm.enqueue(group, &stream) }.unwrap();
                 }
             }
         }));

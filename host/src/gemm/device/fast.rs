@@ -2,7 +2,7 @@
 //! a grouped GEMM whose group i is rows `i * pitch..i * pitch + m` and weight i.
 
 use super::run::GpuGemm;
-use crate::driver::{DeviceBuffer, Gpu, Stream};
+use crate::driver::{Gpu, Stream};
 use crate::gemm::launch::map_rows;
 use crate::gemm::{GemmError, Launch, MatrixFormat, map_a, tiles};
 use asym_gemm_cpu::dense::{Checked, Scalar};
@@ -91,7 +91,7 @@ impl Fast {
         })
     }
 
-    /// Launches it; the caller of [`GpuGemm`] waits.
+    /// Launches it.
     pub(super) fn launch(
         &self,
         gemm: &mut GpuGemm,
@@ -112,18 +112,11 @@ impl Fast {
                 reserved: 0,
             })
             .collect();
-        let words: Vec<u32> = groups
-            .iter()
-            .flat_map(|g| [g.start, g.end, g.weight, g.reserved])
-            .collect();
-        if gemm.groups.as_ref().is_none_or(|g| g.len() < words.len()) {
-            gemm.groups = None;
-        }
-        let list = match gemm.groups.take() {
-            Some(list) => list,
-            None => DeviceBuffer::alloc(&gpu, words.len().next_power_of_two())?,
-        };
-        let list = gemm.groups.insert(list);
+        let words = groups.iter().flat_map(|g| {
+            let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+            [pair(g.start, g.end), pair(g.weight, g.reserved)]
+        });
+        let list = gemm.upload(words.collect(), stream)?;
         let d_bytes = if self.wide { 4 } else { 2 };
         let vector_bytes = if self.wide { 8 } else { 16 };
         let vector = [self.d, self.d_row * d_bytes, self.n * d_bytes]
@@ -132,7 +125,7 @@ impl Fast {
         let mut bits = if vector { gemm_flags::D_VECTOR } else { 0 };
         bits |= if self.wide { 0 } else { gemm_flags::D_BF16 };
         let args = GemmArgs {
-            groups: list.as_raw(),
+            groups: list,
             b_maps: 0,
             d: self.d as u64,
             d_stride: self.d_row as u64,
@@ -162,11 +155,8 @@ impl Fast {
             b_map: &b_map,
             args: &args,
         };
-        // SAFETY: the list was allocated for these words and stays with the GEMM; the operands
-        // were checked and are borrowed until the call has waited.
-        unsafe {
-            list.copy_from_host_async(0, &words, stream)?;
-            Ok(gemm.launcher.launch(&launch, stream)?.kernel)
-        }
+        // SAFETY: the list stays with the GEMM; operands were checked and are borrowed until the
+        // work is done.
+        unsafe { Ok(gemm.launcher.launch(&launch, stream)?.kernel) }
     }
 }

@@ -13,17 +13,18 @@ use std::ffi::c_void;
 
 /// General GEMM on one GPU, with the kernels and the scratch that calls share.
 ///
-/// Calls wait until D is there.
+/// Calls wait until D is there, but for [`GpuGemm::enqueue`].
 #[derive(Debug)]
 pub struct GpuGemm {
     pub(super) gpu: Gpu,
     pub(super) launcher: Launcher,
     kernels: HashMap<Elements, Kernel>,
-    list: Option<DeviceBuffer<u64>>,
-    pub(super) groups: Option<DeviceBuffer<u32>>,
+    /// The last list of problems, and where it is on the device.
+    list: Option<(Vec<u64>, DeviceBuffer<u64>)>,
+    staged: Staged,
 }
 
-/// Copies of pinned operands, kept until the call is done.
+/// Copies of pinned operands, kept until a call has waited.
 type Staged = Vec<DeviceBuffer<u8>>;
 
 impl GpuGemm {
@@ -34,7 +35,7 @@ impl GpuGemm {
             launcher: Launcher::new(gpu),
             kernels: HashMap::new(),
             list: None,
-            groups: None,
+            staged: Staged::new(),
         }
     }
 
@@ -86,6 +87,34 @@ impl GpuGemm {
         T: Multiply<D> + GpuElement,
         D: Output<T::Scalar>,
     {
+        // SAFETY: the borrows last until the wait below, which comes on every path.
+        let enqueued = unsafe { self.enqueue(groups, stream) };
+        let waited = stream.synchronize();
+        self.staged.clear();
+        let kernel = enqueued?;
+        waited?;
+        Ok(kernel)
+    }
+
+    /// As [`Self::grouped`], and returns at once. Calls on one value follow each other in stream
+    /// order. A call with the problems of the one before it uploads nothing and can be captured
+    /// into a graph, unless operands are pinned.
+    ///
+    /// # Errors
+    /// As [`Self::single`].
+    ///
+    /// # Safety
+    /// Operands stay alive and unchanged by others until the work on `stream` is done, and so does
+    /// this value.
+    pub unsafe fn enqueue<T, D, LA: Layout, LB: Layout, LD: Layout>(
+        &mut self,
+        groups: &mut [(Gemm<T::Scalar>, &mut [GpuProblem<'_, T, D, LA, LB, LD>])],
+        stream: &Stream,
+    ) -> Result<&'static str, GemmError>
+    where
+        T: Multiply<D> + GpuElement,
+        D: Output<T::Scalar>,
+    {
         if !stream.is_on(&self.gpu) {
             return Err(GemmError::OtherGpu { what: "the stream" });
         }
@@ -106,54 +135,40 @@ impl GpuGemm {
         }
         let mut checked = checker.finish()?;
         let swapped = !LD::ROW_MAJOR;
-        let mut staged = Staged::new();
-        let mut result = Ok("");
         for (problem, memory) in checked.iter_mut().zip(&memories) {
             let [mut a, mut b, c] = *memory;
             if swapped {
                 (a, b) = (b, a);
             }
             let reads = problem.k > 0;
-            let result_of = [
+            let pinned = [
                 (reads && a == Memory::Pinned).then_some(&mut problem.a),
                 (reads && b == Memory::Pinned).then_some(&mut problem.b),
                 problem.c.as_mut().filter(|_| c == Memory::Pinned),
             ];
-            for operand in result_of.into_iter().flatten() {
-                if result.is_ok() {
-                    result = self.stage(operand, &mut staged, stream).map(|()| "");
-                }
+            for operand in pinned.into_iter().flatten() {
+                self.stage(operand, stream)?;
             }
         }
         checked.retain(|p| p.m > 0 && p.n > 0);
-        if result.is_ok() && !checked.is_empty() {
-            let wide = size_of::<D>() == 4;
-            result = self.launch::<T>(&checked, wide, stream);
+        if checked.is_empty() {
+            return Ok("none");
         }
-        // Copies and kernels use borrows and `staged` until here, on every path.
-        let waited = stream.synchronize();
-        let kernel = result?;
-        waited?;
-        Ok(kernel)
+        self.launch::<T>(&checked, size_of::<D>() == 4, stream)
     }
 
     /// Copies a pinned operand's memory to the device and points the operand there.
-    fn stage(
-        &self,
-        operand: &mut CheckedOperand,
-        staged: &mut Staged,
-        stream: &Stream,
-    ) -> Result<(), GemmError> {
+    fn stage(&mut self, operand: &mut CheckedOperand, stream: &Stream) -> Result<(), GemmError> {
         let copy = DeviceBuffer::<u8>::alloc(&self.gpu, operand.bytes.max(1))?;
         let host = std::ptr::with_exposed_provenance::<u8>(operand.address);
         // SAFETY: the view's memory has these bytes (its elements and what is between them), is
-        // borrowed by the caller, and the call waits before it returns.
+        // borrowed until the work is done.
         unsafe {
             let bytes = std::slice::from_raw_parts(host, operand.bytes);
             copy.copy_from_host_async(0, bytes, stream)?;
         }
         operand.address = copy.as_raw() as usize;
-        staged.push(copy);
+        self.staged.push(copy);
         Ok(())
     }
 
@@ -187,16 +202,9 @@ impl GpuGemm {
             self.kernels.insert(T::ELEMENTS, kernel);
         }
         let words: Vec<u64> = list.iter().flat_map(words).collect();
-        if self.list.as_ref().is_none_or(|l| l.len() < words.len()) {
-            self.list = None;
-            let capacity = words.len().next_power_of_two();
-            self.list = Some(DeviceBuffer::alloc(&self.gpu, capacity)?);
-        }
-        let Some(buffer) = &self.list else {
-            return Err(too_large("the list of problems"));
-        };
+        let problems = self.upload(words, stream)?;
         let mut args = DenseArgs {
-            problems: buffer.as_raw(),
+            problems,
             count: u32::try_from(list.len()).map_err(|_| too_large("the number of problems"))?,
             tiles,
             uniform: first.filter(|_| uniform).unwrap_or(0),
@@ -205,10 +213,8 @@ impl GpuGemm {
         let blocks = tiles.min(self.gpu.sm_count() * BLOCKS_PER_SM);
         let mut params = [(&raw mut args).cast::<c_void>()];
         // SAFETY: the kernel takes DenseArgs over a list that this value keeps; operands are
-        // borrowed until the caller of this function has waited. The list is pageable and has
-        // left when the copy returns.
+        // borrowed until the work is done.
         unsafe {
-            buffer.copy_from_host_async(0, &words, stream)?;
             self.kernels[&T::ELEMENTS].launch(
                 (blocks, 1, 1),
                 (THREADS, 1, 1),
@@ -218,6 +224,26 @@ impl GpuGemm {
             )?;
         }
         Ok(name)
+    }
+
+    /// Puts a list on the device, if it is not there; gives its address.
+    pub(super) fn upload(&mut self, words: Vec<u64>, stream: &Stream) -> Result<u64, GemmError> {
+        if let Some((list, buffer)) = &self.list
+            && *list == words
+        {
+            return Ok(buffer.as_raw());
+        }
+        let buffer = match self.list.take() {
+            Some((_, buffer)) if buffer.len() >= words.len() => buffer,
+            // Freeing waits for the device, so earlier calls are done with the old buffer.
+            _ => DeviceBuffer::alloc(&self.gpu, words.len().next_power_of_two())?,
+        };
+        // SAFETY: a copy from pageable memory has left it when the call returns; stream order
+        // keeps it behind the kernels of earlier calls.
+        unsafe { buffer.copy_from_host_async(0, &words, stream)? };
+        let address = buffer.as_raw();
+        self.list = Some((words, buffer));
+        Ok(address)
     }
 }
 

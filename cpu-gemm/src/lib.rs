@@ -12,6 +12,7 @@
 mod amx_permission;
 mod bank;
 mod combine;
+pub mod dense;
 mod engine;
 mod errors;
 mod ffn;

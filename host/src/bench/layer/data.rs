@@ -82,7 +82,7 @@ fn with_gpus(
         return Ok(builder);
     }
     let residency = Residency::new(geometry, budget, ResidencySettings::default())
-        .map_err(|error| crate::dispatch::DispatchError::from(error))?;
+        .map_err(crate::dispatch::DispatchError::from)?;
     let of_each = budget as usize / setup.gpus.len();
     Ok(builder.hbm_budget(of_each).retain(residency))
 }

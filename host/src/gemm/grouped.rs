@@ -95,7 +95,8 @@ impl GroupedGemm {
             return Ok(Plan::nothing(transfer));
         }
         let (transfer, source) = choose_transfer(transfer, b.memory)?;
-        let problem = Problem::new(&self.gpu, a, self.readable_a(a, stream)?, b, d)?;
+        let a_rows = self.readable_a(a, stream)?;
+        let problem = Problem::new(&self.gpu, a, a_rows, b, d)?;
         let listed = Listed {
             address: self.upload(&groups, stream)?,
             count: groups.len(),
@@ -161,7 +162,8 @@ impl GroupedGemm {
         if listed.count == 0 || a.rows() == 0 {
             return Ok(Plan::nothing(transfer));
         }
-        let problem = Problem::new(&self.gpu, a, self.readable_a(a, stream)?, b, d)?;
+        let a_rows = self.readable_a(a, stream)?;
+        let problem = Problem::new(&self.gpu, a, a_rows, b, d)?;
         let bytes = b.count * b.matrix_bytes();
         // SAFETY: the caller's contract.
         unsafe { self.in_place(&problem, listed, bytes, transfer, source, stream) }

@@ -99,11 +99,6 @@ impl Engine {
         Self::new(Kernel::EmulatedAmx)
     }
 
-    /// What [`crate::dense`] runs on.
-    pub(crate) fn parts(&self) -> (Kernel, &dyn Workers, &Workspaces) {
-        (self.kernel, self.workers.as_ref(), &self.workspaces)
-    }
-
     /// The same kernels and memory on other threads.
     #[must_use]
     pub fn with_workers(self, workers: Arc<dyn Workers>) -> Self {

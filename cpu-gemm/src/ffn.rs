@@ -194,7 +194,6 @@ pub(crate) fn run<R: Recipe, O: Output>(
         h,
         staged,
         y,
-        panels: _,
     } = workspace;
     let (y, combine) = match destination {
         Destination::Experts(y) => (y, None),

@@ -265,22 +265,6 @@ impl From<Amx> for Avx512Bf16 {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-impl From<Avx512Bf16> for Avx512Vnni {
-    /// What AVX-512 BF16 kernels require contains it.
-    fn from(_token: Avx512Bf16) -> Self {
-        Self(())
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-impl From<AvxVnni> for Avx2 {
-    /// What AVX-VNNI kernels require contains it.
-    fn from(_token: AvxVnni) -> Self {
-        Self(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,7 +2,6 @@
 //!
 //! - [`Engine`] chooses an instruction set and runs expert feed-forwards over a weight bank
 //!   ([`Engine::expert_ffn`]) and grouped GEMMs over plain matrices.
-//! - [`dense`] is the general D = α·op(A)·op(B) + β·C: single, batched, grouped.
 //! - [`BankRef`], [`pack_expert`] and [`unpack`] make and read the bank, whose layout is
 //!   `asym_gemm_formats::bank`.
 //! - [`router_logits`] and [`combine`] are the steps before and after the experts.

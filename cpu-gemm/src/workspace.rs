@@ -49,8 +49,6 @@ pub(crate) struct Workspace {
     pub(crate) staged: Buffer,
     /// Unweighted expert outputs.
     pub(crate) y: Buffer,
-    /// Packed operands of dense products.
-    pub(crate) panels: Buffer,
 }
 
 /// Groups of 16 tokens.

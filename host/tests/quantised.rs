@@ -19,7 +19,7 @@ const PROJECTIONS: [(Projection, &str, usize, usize); 3] = [
 
 /// Bytes that differ from place to place and from seed to seed.
 fn bytes(seed: usize, len: usize, mask: u8) -> Vec<u8> {
-    let mut state = seed as u64 * 0x9e37_79b9_7f4a_7c15 + 1;
+    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;

@@ -1,491 +1,283 @@
-//! All problems of a call as tasks of parallel regions.
-//!
-//! D is divided into blocks, and each block takes tasks of three kinds, numbered in this order:
+//! From jobs to tiles.
 //!
 //! ```text
-//! pack A   some panels of A over all k     widened, contiguous
-//! pack B   some panels of B over all k
-//! tile     some panels of A x some of B    sums of a tile in the L2 cache, then D
+//! task: rows x cols of D
+//!   for each 256 of K             sums in D itself where it can hold them, else in a buffer
+//!     pack B  cols x 256
+//!     for each BLOCK_ROWS rows
+//!       pack A
+//!       for each panel of B: for each panel of A: tile
+//!   D = alpha * sums + beta * C
 //! ```
-//!
-//! Tiles wait for the packing of their block only, and blocks of all problems share a region, so
-//! that small problems fill the threads together. How D is divided changes no bit of it.
 
-use super::DenseError;
-use super::element::{Input, Stored, Sum};
-use super::micro::{self, Body, Micro};
-use super::pack::{self, Cell};
-use super::view::Strided;
-use crate::Engine;
-use crate::region::{Latch, Region};
-use crate::shared::Shared;
+use std::cell::RefCell;
 
-/// Most rows or columns of a block. Packing an operand once for so many of the other's lines costs
-/// next to nothing, and no more than twice as many lines are ever held packed.
-const BLOCK: usize = 2048;
-/// Packed bytes after which a region ends and the next one starts.
-const REGION_BYTES: usize = 64 << 20;
-/// Cells of k that a tile goes over at once: the panel of B stays in the L1 cache, the panels of A in L2.
-const STEP: usize = 256;
-/// Most rows and columns of a tile.
-const TILE: (usize, usize) = (192, 128);
-/// Elements of an operand that one packing task gathers.
-const PACK: usize = 32 << 10;
-/// Tasks that each thread should find.
+use super::job::Job;
+use super::kernels::{self, MAX_TILE, Tile};
+use super::pack::{MAX_BLOCK_K, Side, Words};
+use super::partition::{Task, cut};
+use super::{DenseError, Element, Multiply, Output, Scalar};
+use crate::region::Region;
+use crate::{Engine, Isa};
+use half::{bf16, f16};
+
+/// Rows of A that stay in the second-level cache.
+const BLOCK_ROWS: usize = 168;
+/// Tasks that each thread should find where there are many problems.
 const TASKS_A_THREAD: usize = 4;
 
-/// One problem, its D row-major: whoever has a column-major one transposes everything.
-pub(super) struct Item<T, O, S> {
-    /// op(A), [m, k].
-    pub(super) a: Strided<T>,
-    /// op(B)^T, [n, k].
-    pub(super) b: Strided<T>,
-    /// [m, n]; `None`: D.
-    pub(super) c: Option<Strided<O>>,
-    pub(super) d: Strided<O>,
-    pub(super) alpha: S,
-    pub(super) beta: S,
-}
+/// Elements that the CPU has kernels for.
+pub trait CpuElement: Element + Words + private::Tiles {}
 
-// SAFETY: the pointers stand for `&[T]`, `&[O]` and `&mut [O]` of the calling thread's borrows; tasks
-// write disjoint parts of D.
-unsafe impl<T: Sync, O: Send + Sync, S: Sync> Sync for Item<T, O, S> {}
+impl CpuElement for f32 {}
+impl CpuElement for f16 {}
+impl CpuElement for bf16 {}
+impl CpuElement for i8 {}
 
-impl<T: Input, O, S: Sum> Item<T, O, S> {
-    /// Values of k that are looked at.
-    fn k(&self) -> usize {
-        match self.alpha == S::ZERO {
-            true => 0,
-            false => self.a.cols,
+mod private {
+    use super::*;
+
+    /// The register tiles of an element type.
+    pub trait Tiles: Element + Words {
+        #[doc(hidden)]
+        fn tile(isa: Isa) -> TileOf<Self>;
+    }
+
+    /// See [`Tile`].
+    pub struct TileOf<T: Element + Words>(pub(in crate::dense) Tile<T::Word, T::Scalar>);
+
+    impl Tiles for f32 {
+        fn tile(isa: Isa) -> TileOf<Self> {
+            TileOf(kernels::f32_tile(isa))
+        }
+    }
+    impl Tiles for f16 {
+        fn tile(isa: Isa) -> TileOf<Self> {
+            TileOf(kernels::f32_tile(isa))
+        }
+    }
+    impl Tiles for bf16 {
+        fn tile(isa: Isa) -> TileOf<Self> {
+            TileOf(kernels::f32_tile(isa))
+        }
+    }
+    impl Tiles for i8 {
+        fn tile(isa: Isa) -> TileOf<Self> {
+            TileOf(kernels::i32_tile(isa))
         }
     }
 }
 
-/// A part of one problem's D.
-struct Block<'i, T, O, S> {
-    item: &'i Item<T, O, S>,
-    row: usize,
-    rows: usize,
-    col: usize,
-    cols: usize,
-    /// Cells of k.
-    cells: usize,
-    /// Where its panels of A and of B begin among all packed cells.
-    a_cells: usize,
-    b_cells: usize,
-    tasks: Tasks,
-    packed: Latch,
+/// Memory that a thread keeps between calls: 64-bit words, so that any element type is aligned.
+#[derive(Default)]
+struct Scratch {
+    a: Vec<u64>,
+    b: Vec<u64>,
+    sums: Vec<u64>,
 }
 
-/// How a block's work is divided.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tasks {
-    first: usize,
-    /// Panels of A and of B, and how many of them one task packs.
-    panels: (usize, usize),
-    pack: (usize, usize),
-    /// Tiles along the rows and along the columns.
-    tiles: (usize, usize),
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-impl Tasks {
-    fn packing(&self) -> (usize, usize) {
-        (
-            self.panels.0.div_ceil(self.pack.0),
-            self.panels.1.div_ceil(self.pack.1),
-        )
+/// `len` elements of a buffer that grows.
+fn take<T: bytemuck::Pod>(buffer: &mut Vec<u64>, len: usize) -> &mut [T] {
+    let words = (len * size_of::<T>()).div_ceil(8);
+    if buffer.len() < words {
+        buffer.resize(words, 0);
     }
-
-    fn count(&self) -> usize {
-        let (a, b) = self.packing();
-        a + b + self.tiles.0 * self.tiles.1
-    }
+    &mut bytemuck::cast_slice_mut(&mut buffer[..words])[..len]
 }
 
-/// Computes all items, whose parts of D are disjoint.
-pub(super) fn run<T, O, S>(engine: &Engine, items: &[Item<T, O, S>]) -> Result<(), DenseError>
+/// Computes all jobs in one parallel region.
+pub(super) fn run<T, D>(engine: &Engine, jobs: &[Job<T, D>]) -> Result<(), DenseError>
 where
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
+    T: Multiply<D> + CpuElement,
+    D: Output<T::Scalar>,
 {
-    let (kernel, _, _) = engine.parts();
-    micro::run(kernel, Call { engine, items })
-}
-
-/// The calling thread's part, which needs the sizes of the panels.
-struct Call<'e, 'i, T, O, S> {
-    engine: &'e Engine,
-    items: &'i [Item<T, O, S>],
-}
-
-impl<T, O, S> Body for Call<'_, '_, T, O, S>
-where
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
-{
-    type Output = Result<(), DenseError>;
-
-    #[inline(always)]
-    fn run<M: Micro>(self, _: M) -> Self::Output {
-        regions(self, (M::ROWS, M::COLS))
-    }
-}
-
-fn regions<T, O, S>(call: Call<'_, '_, T, O, S>, panel: (usize, usize)) -> Result<(), DenseError>
-where
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
-{
-    let mut blocks = Vec::new();
-    let mut cells = 0;
-    let mut parts = call.items.iter().flat_map(parts_of).peekable();
-    while let Some((item, row, col)) = parts.next() {
-        let rows = BLOCK.min(item.d.rows - row);
-        let cols = BLOCK.min(item.d.cols - col);
-        let depth = item.k().div_ceil(S::K);
-        let panels = (rows.div_ceil(panel.0), cols.div_ceil(panel.1));
-        let a_cells = cells;
-        let b_cells = a_cells + panels.0 * panel.0 * depth;
-        cells = b_cells + panels.1 * panel.1 * depth;
-        let pack = |lines: usize| (PACK / (lines * item.k().max(1))).max(1);
-        blocks.push(Block {
-            item,
-            row,
-            rows,
-            col,
-            cols,
-            cells: depth,
-            a_cells,
-            b_cells,
-            tasks: Tasks {
-                first: 0,
-                panels: if depth == 0 { (0, 0) } else { panels },
-                pack: (pack(panel.0), pack(panel.1)),
-                tiles: (1, 1),
-            },
-            packed: Latch::new(0),
-        });
-        if cells * size_of::<Cell<T>>() >= REGION_BYTES || parts.peek().is_none() {
-            region(call.engine, &mut blocks, cells, panel)?;
-            blocks.clear();
-            cells = 0;
-        }
-    }
-    Ok(())
-}
-
-/// The first rows and columns of an item's blocks.
-fn parts_of<T, O, S>(
-    item: &Item<T, O, S>,
-) -> impl Iterator<Item = (&Item<T, O, S>, usize, usize)> {
-    let rows = (0..item.d.rows).step_by(BLOCK);
-    rows.flat_map(move |row| {
-        (0..item.d.cols)
-            .step_by(BLOCK)
-            .map(move |col| (item, row, col))
-    })
-}
-
-fn region<T, O, S>(
-    engine: &Engine,
-    blocks: &mut [Block<'_, T, O, S>],
-    cells: usize,
-    panel: (usize, usize),
-) -> Result<(), DenseError>
-where
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
-{
-    let (kernel, workers, workspaces) = engine.parts();
+    let tile = T::tile(engine.isa()).0;
+    let workers = engine.workers();
     let threads = workers.threads();
-    let least = match threads {
-        1 => 1,
-        _ => (threads * TASKS_A_THREAD).div_ceil(blocks.len()),
-    };
-    let mut tasks = 0;
-    for block in blocks.iter_mut() {
-        block.tasks.tiles = tiles((block.rows, block.cols), panel, least);
-        block.tasks.first = tasks;
-        let (a, b) = block.tasks.packing();
-        block.packed = Latch::new(a + b);
-        tasks += block.tasks.count();
+    // Threads that one of many problems gets for itself.
+    let share = (threads * TASKS_A_THREAD).div_ceil(jobs.len().max(1));
+    let mut tasks = Vec::new();
+    for (number, job) in jobs.iter().enumerate() {
+        let shape = [job.m, job.n, job.k];
+        cut(
+            number,
+            shape,
+            (tile.mr, tile.nr),
+            share.min(threads),
+            &mut tasks,
+        );
     }
-    let blocks = &*blocks;
-    workspaces.with(|workspace| {
-        let cells = Shared::new(workspace.panels.take::<Cell<T>>(cells));
-        Region::run(workers, tasks, &|region| {
-            micro::run(
-                kernel,
-                Participant {
-                    region,
-                    blocks,
-                    cells: &cells,
-                },
-            );
-        })
+    if tasks.is_empty() {
+        return Ok(());
+    }
+    // The longest first, so that none is left over for the end.
+    let work = |t: &Task| t.rows.len() * t.cols.len() * jobs[t.problem].k.max(1);
+    tasks.sort_by_key(|t| std::cmp::Reverse(work(t)));
+    Region::run(workers.as_ref(), tasks.len(), &|region| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            while let Some(index) = region.take() {
+                let task = &tasks[index];
+                // SAFETY: jobs were checked; tasks of D are disjoint, and C is read by the task
+                // that writes the same elements of D.
+                unsafe { compute(&jobs[task.problem], task, tile, scratch) };
+            }
+        });
     })?;
     Ok(())
 }
 
-/// Tiles along rows and columns: none larger than [`TILE`], at least `least` together where
-/// there are as many panels, as square as may be.
-fn tiles(size: (usize, usize), panel: (usize, usize), least: usize) -> (usize, usize) {
-    let panels = (size.0.div_ceil(panel.0), size.1.div_ceil(panel.1));
-    let mut tiles = (
-        panels.0.div_ceil((TILE.0 / panel.0).max(1)),
-        panels.1.div_ceil((TILE.1 / panel.1).max(1)),
-    );
-    while tiles.0 * tiles.1 < least && tiles != panels {
-        let (rows, cols) = (panels.0.div_ceil(tiles.0), panels.1.div_ceil(tiles.1));
-        if cols * panel.1 >= rows * panel.0 && cols > 1 || rows == 1 {
-            tiles.1 += 1;
-        } else {
-            tiles.0 += 1;
-        }
-    }
-    tiles
-}
-
-/// Share `part` of `0..count`, in equal parts.
-fn share(count: usize, parts: usize, part: usize) -> (usize, usize) {
-    (count * part / parts, count * (part + 1) / parts)
-}
-
-/// One thread in a region.
-struct Participant<'p, 'i, T: Input, O, S> {
-    region: &'p Region,
-    blocks: &'p [Block<'i, T, O, S>],
-    cells: &'p Shared<'p, Cell<T>>,
-}
-
-impl<T, O, S> Body for Participant<'_, '_, T, O, S>
-where
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
-{
-    type Output = ();
-
-    #[inline(always)]
-    fn run<M: Micro>(self, m: M) {
-        let mut sums = Vec::new();
-        while let Some(task) = self.region.take() {
-            let after = self.blocks.partition_point(|b| b.tasks.first <= task);
-            let block = &self.blocks[after - 1];
-            let (a, b) = block.tasks.packing();
-            let task = task - block.tasks.first;
-            if task < a + b {
-                // SAFETY: each packing task is one thread's.
-                unsafe { pack::<M, _, _, _>(block, task, self.cells) };
-                block.packed.done();
-            } else if self.region.wait(&block.packed) {
-                // SAFETY: the block is packed, and each tile is one thread's.
-                unsafe { tile(m, block, task - a - b, self.cells, &mut sums) };
-            }
-        }
-    }
-}
-
-/// Packs the panels of a block's packing task.
+/// Computes one task.
 ///
 /// # Safety
-/// Nobody else packs them, and nobody reads them before the block's latch opened.
-#[inline(always)]
-unsafe fn pack<M, T, O, S>(block: &Block<'_, T, O, S>, task: usize, cells: &Shared<'_, Cell<T>>)
-where
-    M: Micro,
-    T: Input<Total = S>,
-    S: Sum,
-{
-    let (a_tasks, _) = block.tasks.packing();
-    let (a, b) = (
-        block.item.a.rows_at(block.row, block.rows),
-        block.item.b.rows_at(block.col, block.cols),
-    );
-    // SAFETY: passed on from the caller.
-    unsafe {
-        if task < a_tasks {
-            let first = task * block.tasks.pack.0;
-            let end = block.tasks.panels.0.min(first + block.tasks.pack.0);
-            panels(&a, M::ROWS, block.cells, (first, end), block.a_cells, cells);
-        } else {
-            let first = (task - a_tasks) * block.tasks.pack.1;
-            let end = block.tasks.panels.1.min(first + block.tasks.pack.1);
-            panels(&b, M::COLS, block.cells, (first, end), block.b_cells, cells);
-        }
-    }
-}
-
-/// Packs panels `first..end` of `width` lines of `matrix`.
-///
-/// # Safety
-/// As [`pack`].
-#[inline(always)]
-unsafe fn panels<T: Input>(
-    matrix: &Strided<T>,
-    width: usize,
-    depth: usize,
-    (first, end): (usize, usize),
-    start: usize,
-    cells: &Shared<'_, Cell<T>>,
-) {
-    for panel in first..end {
-        let len = width * depth;
-        // SAFETY: by the caller's promise nobody else touches these cells; the matrix is borrowed
-        // for the whole call.
-        unsafe {
-            let out = cells.write(start + panel * len, len);
-            pack::panel(matrix, panel * width, width, out);
-        }
-    }
-}
-
-/// Computes one tile of a block.
-///
-/// # Safety
-/// The block is packed, and nobody else computes this tile.
-#[inline(always)]
-unsafe fn tile<M, T, O, S>(
-    m: M,
-    block: &Block<'_, T, O, S>,
-    tile: usize,
-    cells: &Shared<'_, Cell<T>>,
-    sums: &mut Vec<S>,
+/// The job's addresses are valid, and nobody else uses the task's part of D.
+unsafe fn compute<T, D>(
+    job: &Job<T, D>,
+    task: &Task,
+    tile: Tile<T::Word, T::Scalar>,
+    scratch: &mut Scratch,
 ) where
-    M: Micro,
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
+    T: Multiply<D> + CpuElement,
+    D: Output<T::Scalar>,
 {
-    let panels = (
-        block.rows.div_ceil(M::ROWS),
-        block.cols.div_ceil(M::COLS),
-    );
-    let tiles = block.tasks.tiles;
-    let (first_row, end_row) = share(panels.0, tiles.0, tile % tiles.0);
-    let (first_col, end_col) = share(panels.1, tiles.1, tile / tiles.0);
-    let one = M::ROWS * M::COLS;
-    sums.clear();
-    sums.resize((end_row - first_row) * (end_col - first_col) * one, S::ZERO);
-    let (a_len, b_len) = (M::ROWS * block.cells, M::COLS * block.cells);
-    for start in (0..block.cells).step_by(STEP) {
-        let count = STEP.min(block.cells - start);
-        let mut of_panel = sums.chunks_exact_mut(one);
-        for col in first_col..end_col {
-            let b = block.b_cells + col * b_len + start * M::COLS;
-            for row in first_row..end_row {
-                let a = block.a_cells + row * a_len + start * M::ROWS;
-                // SAFETY: packed, so nobody writes them in this region any more.
-                let (a, b) = unsafe {
-                    (
-                        cells.read(a, count * M::ROWS),
-                        cells.read(b, count * M::COLS),
-                    )
-                };
-                if let Some(sums) = of_panel.next() {
-                    S::tile(m, a, b, sums);
-                }
-            }
+    let (rows, cols) = (task.rows.len(), task.cols.len());
+    let d = job
+        .d
+        .data
+        .wrapping_add(task.rows.start * job.d.rows + task.cols.start);
+    // D holds the sums itself if it has their type and C is not under them.
+    let same_type = std::any::TypeId::of::<D>() == std::any::TypeId::of::<T::Scalar>();
+    let in_d = same_type && !job.in_place() && job.k > 0;
+    let (sums, stride) = match in_d {
+        true => (d.cast::<T::Scalar>(), job.d.rows),
+        false if job.k > 0 => {
+            let buffer = take::<T::Scalar>(&mut scratch.sums, rows * cols);
+            (buffer.as_mut_ptr(), cols)
         }
-    }
-    let mut of_panel = sums.chunks_exact(one);
-    for col in first_col..end_col {
-        for row in first_row..end_row {
-            if let Some(sums) = of_panel.next() {
-                let (row, col) = (row * M::ROWS, col * M::COLS);
-                let size = (
-                    M::ROWS.min(block.rows - row),
-                    M::COLS.min(block.cols - col),
-                );
-                // SAFETY: these elements belong to this tile alone.
-                unsafe {
-                    finish(
-                        block.item,
-                        (block.row + row, block.col + col),
-                        size,
-                        sums,
-                        M::COLS,
-                    );
-                }
-            }
-        }
-    }
-}
-
-/// D = α·sums + β·C for a part of one problem.
-///
-/// # Safety
-/// Nobody else touches these elements of D meanwhile.
-#[inline(always)]
-unsafe fn finish<T, O, S>(
-    item: &Item<T, O, S>,
-    (first_row, first_col): (usize, usize),
-    (rows, cols): (usize, usize),
-    sums: &[S],
-    width: usize,
-) where
-    T: Input<Total = S>,
-    O: Stored<S>,
-    S: Sum,
-{
-    let has_sum = item.k() > 0;
-    for (row, sums) in sums.chunks_exact(width).take(rows).enumerate() {
-        let at = |matrix: &Strided<O>| matrix.at(first_row + row, first_col);
-        let out = at(&item.d);
-        let addend = match &item.c {
-            _ if item.beta == S::ZERO => None,
-            None => Some(out.cast_const()),
-            Some(c) => Some(at(c).cast_const()),
+        false => (std::ptr::null_mut(), 0),
+    };
+    let block_k = MAX_BLOCK_K;
+    let mut k = 0;
+    while k < job.k {
+        let depth = block_k.min(job.k - k);
+        let units = depth.div_ceil(T::UNIT);
+        let b = take::<T::Word>(&mut scratch.b, cols.next_multiple_of(tile.nr) * units);
+        let side = Side {
+            data: job
+                .b
+                .data
+                .wrapping_add(task.cols.start * job.b.cols + k * job.b.rows),
+            step: job.b.cols,
+            k_step: job.b.rows,
         };
-        // SAFETY: the elements exist, as the shapes were compared, and columns are contiguous in C
-        // and D; C is borrowed for reading or D itself.
-        unsafe {
-            match addend {
-                None => {
-                    for (col, &sum) in sums[..cols].iter().enumerate() {
-                        let sum = has_sum.then_some(sum);
-                        out.add(col)
-                            .write(O::store(S::blend(item.alpha, sum, item.beta, None)));
+        // SAFETY: columns of the task and elements k..k + depth exist.
+        unsafe { side.pack(cols, depth, tile.nr, b) };
+        for first in (0..rows).step_by(BLOCK_ROWS) {
+            let count = BLOCK_ROWS.min(rows - first);
+            let a = take::<T::Word>(&mut scratch.a, count.next_multiple_of(tile.mr) * units);
+            let side = Side {
+                data: job
+                    .a
+                    .data
+                    .wrapping_add((task.rows.start + first) * job.a.rows + k * job.a.cols),
+                step: job.a.rows,
+                k_step: job.a.cols,
+            };
+            // SAFETY: as above; the block's sums are this task's own.
+            unsafe {
+                side.pack(count, depth, tile.mr, a);
+                let block = Block {
+                    units,
+                    sums: sums.add(first * stride),
+                    stride,
+                    accumulate: k > 0,
+                };
+                block.multiply(tile, (count, a), (cols, b));
+            }
+        }
+        k += depth;
+    }
+    let plain = job.alpha == T::Scalar::ONE && job.c.is_none();
+    if in_d && plain {
+        return;
+    }
+    for r in 0..rows {
+        let row = |data: *const D, step: usize| {
+            data.wrapping_add((task.rows.start + r) * step + task.cols.start)
+        };
+        let c = job.c.map(|c| row(c.data, c.rows));
+        let d = d.wrapping_add(r * job.d.rows);
+        for i in 0..cols {
+            // SAFETY: the element is inside C, D and the sums.
+            unsafe {
+                let c = c.map(|c| (*c.add(i)).widen());
+                let value = match job.k > 0 {
+                    true => {
+                        let sum = *sums.add(r * stride + i);
+                        T::Scalar::finish(job.alpha, sum, job.beta, c)
                     }
-                }
-                Some(c) => {
-                    for (col, &sum) in sums[..cols].iter().enumerate() {
-                        let sum = has_sum.then_some(sum);
-                        let c = c.add(col).read().load();
-                        out.add(col)
-                            .write(O::store(S::blend(item.alpha, sum, item.beta, Some(c))));
-                    }
-                }
+                    false => match c {
+                        Some(c) => T::Scalar::scaled(job.beta, c),
+                        None => T::Scalar::ZERO,
+                    },
+                };
+                *d.add(i) = D::round(value);
             }
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Some rows of a task, for one block of K.
+struct Block<S> {
+    units: usize,
+    sums: *mut S,
+    stride: usize,
+    accumulate: bool,
+}
 
-    #[test]
-    fn tiles_cover_all_panels_and_feed_all_threads() {
-        for size in [(1, 1), (5, 300), (2048, 2048), (2048, 1), (1024, 1024)] {
-            for panel in [(6, 16), (14, 32), (4, 8)] {
-                for least in [1, 8, 1000] {
-                    let (rows, cols) = tiles(size, panel, least);
-                    let panels = (size.0.div_ceil(panel.0), size.1.div_ceil(panel.1));
-                    assert!(rows <= panels.0 && cols <= panels.1);
-                    assert!(rows * cols >= least.min(panels.0 * panels.1));
-                    let mut next = 0;
-                    for part in 0..rows {
-                        let (first, end) = share(panels.0, rows, part);
-                        assert!(first == next && end > first);
-                        assert!((end - first) * panel.0 <= TILE.0);
-                        next = end;
+impl<S: Scalar> Block<S> {
+    /// All tiles of `rows` packed rows and `cols` packed columns.
+    ///
+    /// # Safety
+    /// The panels hold them, and the sums are the caller's own.
+    unsafe fn multiply<W>(
+        &self,
+        tile: Tile<W, S>,
+        (rows, a): (usize, &[W]),
+        (cols, b): (usize, &[W]),
+    ) {
+        let Tile { mr, nr, kernel } = tile;
+        let mut edge = [S::ZERO; MAX_TILE];
+        for (col, b) in (0..cols).step_by(nr).zip(b.chunks_exact(self.units * nr)) {
+            for (row, a) in (0..rows).step_by(mr).zip(a.chunks_exact(self.units * mr)) {
+                let (tile_rows, tile_cols) = (mr.min(rows - row), nr.min(cols - col));
+                // SAFETY: panels have `units` words for each row and column; a whole tile lies
+                // inside the sums, another one goes through `edge`, which holds the largest.
+                unsafe {
+                    let out = self.sums.add(row * self.stride + col);
+                    if tile_rows == mr && tile_cols == nr {
+                        let (a, b) = (a.as_ptr(), b.as_ptr());
+                        kernel(self.units, a, b, out, self.stride, self.accumulate);
+                        continue;
                     }
-                    assert_eq!(next, panels.0);
+                    for r in 0..tile_rows {
+                        let line = &mut edge[r * nr..][..tile_cols];
+                        if self.accumulate {
+                            let old =
+                                std::slice::from_raw_parts(out.add(r * self.stride), tile_cols);
+                            line.copy_from_slice(old);
+                        }
+                    }
+                    let (a, b) = (a.as_ptr(), b.as_ptr());
+                    kernel(self.units, a, b, edge.as_mut_ptr(), nr, self.accumulate);
+                    for r in 0..tile_rows {
+                        let line = &edge[r * nr..][..tile_cols];
+                        std::slice::from_raw_parts_mut(out.add(r * self.stride), tile_cols)
+                            .copy_from_slice(line);
+                    }
                 }
             }
         }

@@ -1,519 +1,504 @@
-//! Borrowed matrices whose order of elements is part of their type.
+//! Borrowed matrices whose storage order is part of their type.
 
 use std::marker::PhantomData;
 
 use super::DenseError;
 
-/// Rows lie one after the other: element (i, j) is at `i * leading + j`.
+/// Storage orders.
+pub trait Layout: Copy + Send + Sync + std::fmt::Debug + private::Sealed + 'static {
+    /// The other order.
+    type Other: Layout<Other = Self>;
+    /// Whether the elements of a row are neighbours.
+    const ROW_MAJOR: bool;
+}
+
+/// The elements of a row are neighbours; the leading dimension leads to the next row.
 #[derive(Clone, Copy, Debug)]
 pub struct RowMajor;
 
-/// Columns lie one after the other: element (i, j) is at `i + j * leading`.
+/// The elements of a column are neighbours; the leading dimension leads to the next column.
 #[derive(Clone, Copy, Debug)]
 pub struct ColMajor;
 
-/// [`RowMajor`] or [`ColMajor`].
-pub trait Order: Copy + Send + Sync + 'static + sealed::Order {}
-
-mod sealed {
-    pub trait Order {
-        const ROWS: bool;
-    }
-    impl Order for super::RowMajor {
-        const ROWS: bool = true;
-    }
-    impl Order for super::ColMajor {
-        const ROWS: bool = false;
-    }
+impl Layout for RowMajor {
+    type Other = ColMajor;
+    const ROW_MAJOR: bool = true;
 }
 
-impl Order for RowMajor {}
-impl Order for ColMajor {}
-
-/// Number, length and distance of the lines (rows or columns) of a matrix.
-#[derive(Clone, Copy, Debug)]
-struct Shape {
-    rows: usize,
-    cols: usize,
-    leading: usize,
+impl Layout for ColMajor {
+    type Other = RowMajor;
+    const ROW_MAJOR: bool = false;
 }
 
-impl Shape {
-    /// Lines, and elements of each.
-    fn lines<L: Order>(self) -> (usize, usize) {
-        match L::ROWS {
+mod private {
+    /// There is no third order.
+    pub trait Sealed {}
+    impl Sealed for super::RowMajor {}
+    impl Sealed for super::ColMajor {}
+}
+
+/// Shape and leading dimension, without memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Elements from one row (row-major) or column (column-major) to the next.
+    pub ld: usize,
+}
+
+impl Extent {
+    /// Elements from the first to one past the last.
+    ///
+    /// # Errors
+    /// A leading dimension under the length of a row or column, or under 1; an extent that no
+    /// address reaches.
+    pub fn needed<L: Layout>(&self, what: &'static str) -> Result<usize, DenseError> {
+        let (major, minor) = self.major_minor::<L>();
+        if self.ld < minor.max(1) {
+            return Err(DenseError::LeadingDimension {
+                needed: minor.max(1),
+                actual: self.ld,
+            });
+        }
+        if major == 0 || minor == 0 {
+            return Ok(0);
+        }
+        (major - 1)
+            .checked_mul(self.ld)
+            .and_then(|n| n.checked_add(minor))
+            .filter(|&n| n <= isize::MAX as usize / 16)
+            .ok_or(DenseError::TooLarge { what })
+    }
+
+    /// Rows and elements of a row, or columns and elements of a column.
+    pub fn major_minor<L: Layout>(&self) -> (usize, usize) {
+        match L::ROW_MAJOR {
             true => (self.rows, self.cols),
             false => (self.cols, self.rows),
         }
     }
-
-    /// Elements from the first to the last, both included.
-    fn span<L: Order>(self) -> Result<usize, DenseError> {
-        let (lines, len) = self.lines::<L>();
-        if self.leading < len {
-            return Err(DenseError::LeadingDimension {
-                leading: self.leading,
-                least: len,
-            });
-        }
-        Ok(match (lines, len) {
-            (0, _) | (_, 0) => 0,
-            _ => (lines - 1).saturating_mul(self.leading).saturating_add(len),
-        })
-    }
-
-    /// Elements from one row to the next, and from one column to the next.
-    fn steps<L: Order>(self) -> (usize, usize) {
-        match L::ROWS {
-            true => (self.leading, 1),
-            false => (1, self.leading),
-        }
-    }
 }
 
-fn long_enough(needed: usize, found: usize) -> Result<(), DenseError> {
-    match needed <= found {
-        true => Ok(()),
-        false => Err(DenseError::TooShort { needed, found }),
-    }
-}
-
-/// A matrix to read.
-#[derive(Clone, Copy, Debug)]
-pub struct View<'a, T, L = RowMajor> {
-    base: *const T,
-    shape: Shape,
-    data: PhantomData<(&'a [T], L)>,
-}
-
-// SAFETY: it stands for a `&[T]`.
-unsafe impl<T: Sync, L> Send for View<'_, T, L> {}
-// SAFETY: as above.
-unsafe impl<T: Sync, L> Sync for View<'_, T, L> {}
-
-impl<'a, T, L: Order> View<'a, T, L> {
-    /// Views `rows` x `cols` elements of `data`; `leading` is the distance in elements from one row
-    /// (column, for [`ColMajor`]) to the next. The last one need not be as long as that.
-    ///
-    /// # Errors
-    /// [`DenseError::LeadingDimension`], [`DenseError::TooShort`].
-    pub fn new(
-        data: &'a [T],
-        rows: usize,
-        cols: usize,
-        leading: usize,
-    ) -> Result<Self, DenseError> {
-        let shape = Shape {
-            rows,
-            cols,
-            leading,
-        };
-        long_enough(shape.span::<L>()?, data.len())?;
-        Ok(Self {
-            base: data.as_ptr(),
-            shape,
-            data: PhantomData,
-        })
-    }
-
-    /// The same without gaps: the leading dimension is the length of a row (column).
-    ///
-    /// # Errors
-    /// [`DenseError::TooShort`].
-    pub fn packed(data: &'a [T], rows: usize, cols: usize) -> Result<Self, DenseError> {
-        Self::new(data, rows, cols, if L::ROWS { cols } else { rows })
-    }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.shape.rows
-    }
-
-    /// Number of columns.
-    pub fn cols(&self) -> usize {
-        self.shape.cols
-    }
-
-    pub(super) fn strided(&self) -> Strided<T> {
-        Strided::new::<L>(self.base.cast_mut(), self.shape)
-    }
-}
-
-/// A matrix to write.
+/// A matrix that is read.
 #[derive(Debug)]
-pub struct ViewMut<'a, T, L = RowMajor> {
-    base: *mut T,
-    shape: Shape,
-    data: PhantomData<(&'a mut [T], L)>,
+pub struct Matrix<'a, T, L: Layout = RowMajor> {
+    pub(super) data: *const T,
+    pub(super) extent: Extent,
+    marker: PhantomData<(&'a [T], L)>,
 }
 
-// SAFETY: it stands for a `&mut [T]` of the elements of the matrix.
-unsafe impl<T: Send, L> Send for ViewMut<'_, T, L> {}
-// SAFETY: as above; a shared one gives no access.
-unsafe impl<T: Sync, L> Sync for ViewMut<'_, T, L> {}
-
-impl<'a, T, L: Order> ViewMut<'a, T, L> {
-    /// Views `data` as [`View::new`] does. Elements between the rows (columns) are never touched.
-    ///
-    /// # Errors
-    /// [`DenseError::LeadingDimension`], [`DenseError::TooShort`].
-    pub fn new(
-        data: &'a mut [T],
-        rows: usize,
-        cols: usize,
-        leading: usize,
-    ) -> Result<Self, DenseError> {
-        let shape = Shape {
-            rows,
-            cols,
-            leading,
-        };
-        long_enough(shape.span::<L>()?, data.len())?;
-        Ok(Self {
-            base: data.as_mut_ptr(),
-            shape,
-            data: PhantomData,
-        })
-    }
-
-    /// The same without gaps: the leading dimension is the length of a row (column).
-    ///
-    /// # Errors
-    /// [`DenseError::TooShort`].
-    pub fn packed(data: &'a mut [T], rows: usize, cols: usize) -> Result<Self, DenseError> {
-        Self::new(data, rows, cols, if L::ROWS { cols } else { rows })
-    }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.shape.rows
-    }
-
-    /// Number of columns.
-    pub fn cols(&self) -> usize {
-        self.shape.cols
-    }
-
-    /// Rows `..row`, and the others. `None` if there are fewer.
-    pub fn split_rows(self, row: usize) -> Option<(Self, Self)> {
-        let Shape { rows, cols, .. } = self.shape;
-        let rest = rows.checked_sub(row)?;
-        Some(self.split((row, cols), (row, 0), (rest, cols)))
-    }
-
-    /// Columns `..col`, and the others. `None` if there are fewer.
-    pub fn split_cols(self, col: usize) -> Option<(Self, Self)> {
-        let Shape { rows, cols, .. } = self.shape;
-        let rest = cols.checked_sub(col)?;
-        Some(self.split((rows, col), (0, col), (rows, rest)))
-    }
-
-    /// A first part, and a second one that starts at element `at`; they have no element in common.
-    fn split(
-        self,
-        (first_rows, first_cols): (usize, usize),
-        at: (usize, usize),
-        (rows, cols): (usize, usize),
-    ) -> (Self, Self) {
-        let (row_step, col_step) = self.shape.steps::<L>();
-        let part = |base, rows, cols| Self {
-            base,
-            shape: Shape {
-                rows,
-                cols,
-                ..self.shape
-            },
-            data: PhantomData,
-        };
-        // An empty part may start beyond the slice; it is never read or written.
-        let offset = (at.0.wrapping_mul(row_step)).wrapping_add(at.1.wrapping_mul(col_step));
-        (
-            part(self.base, first_rows, first_cols),
-            part(self.base.wrapping_add(offset), rows, cols),
-        )
-    }
-
-    pub(super) fn strided(&mut self) -> Strided<T> {
-        Strided::new::<L>(self.base, self.shape)
-    }
-}
-
-/// Matrices of one shape at a fixed distance, to read. They may overlap; distance 0 is one matrix
-/// for all problems.
-#[derive(Clone, Copy, Debug)]
-pub struct Batch<'a, T, L = RowMajor> {
-    first: View<'a, T, L>,
-    stride: usize,
-    count: usize,
-}
-
-impl<'a, T, L: Order> Batch<'a, T, L> {
-    /// `count` matrices that start `stride` elements apart; `rows`, `cols` and `leading` as in
-    /// [`View::new`].
-    ///
-    /// # Errors
-    /// [`DenseError::LeadingDimension`], [`DenseError::TooShort`].
-    pub fn new(
-        data: &'a [T],
-        (rows, cols, leading): (usize, usize, usize),
-        stride: usize,
-        count: usize,
-    ) -> Result<Self, DenseError> {
-        let shape = Shape {
-            rows,
-            cols,
-            leading,
-        };
-        long_enough(batch_span::<L>(shape, stride, count)?, data.len())?;
-        Ok(Self {
-            first: View {
-                base: data.as_ptr(),
-                shape,
-                data: PhantomData,
-            },
-            stride,
-            count,
-        })
-    }
-
-    /// Number of matrices.
-    pub fn count(&self) -> usize {
-        self.count
-    }
-
-    /// Rows of each matrix.
-    pub fn rows(&self) -> usize {
-        self.first.rows()
-    }
-
-    /// Columns of each matrix.
-    pub fn cols(&self) -> usize {
-        self.first.cols()
-    }
-
-    /// Matrix `index`.
-    ///
-    /// # Panics
-    /// If there is none.
-    pub fn get(&self, index: usize) -> View<'a, T, L> {
-        assert!(index < self.count, "matrix {index} of {}", self.count);
-        View {
-            base: self.first.base.wrapping_add(index.wrapping_mul(self.stride)),
-            ..self.first
-        }
-    }
-}
-
-/// Matrices of one shape at a fixed distance, to write: one behind the other, or interleaved within
-/// the leading dimension, as the heads of [tokens, heads, dim] are.
-#[derive(Debug)]
-pub struct BatchMut<'a, T, L = RowMajor> {
-    first: ViewMut<'a, T, L>,
-    stride: usize,
-    count: usize,
-}
-
-impl<'a, T, L: Order> BatchMut<'a, T, L> {
-    /// As [`Batch::new`], of matrices that have no element in common.
-    ///
-    /// # Errors
-    /// [`DenseError::LeadingDimension`], [`DenseError::TooShort`], [`DenseError::Overlap`].
-    pub fn new(
-        data: &'a mut [T],
-        (rows, cols, leading): (usize, usize, usize),
-        stride: usize,
-        count: usize,
-    ) -> Result<Self, DenseError> {
-        let shape = Shape {
-            rows,
-            cols,
-            leading,
-        };
-        let least = shape.span::<L>()?;
-        long_enough(batch_span::<L>(shape, stride, count)?, data.len())?;
-        let (_, len) = shape.lines::<L>();
-        let all_in_a_line = count
-            .saturating_sub(1)
-            .saturating_mul(stride)
-            .saturating_add(len);
-        let interleaved = stride >= len && all_in_a_line <= leading;
-        if count > 1 && stride < least && !interleaved {
-            return Err(DenseError::Overlap { stride, least });
-        }
-        Ok(Self {
-            first: ViewMut {
-                base: data.as_mut_ptr(),
-                shape,
-                data: PhantomData,
-            },
-            stride,
-            count,
-        })
-    }
-
-    /// Number of matrices.
-    pub fn count(&self) -> usize {
-        self.count
-    }
-
-    /// The matrices, in order.
-    pub fn into_views(self) -> impl ExactSizeIterator<Item = ViewMut<'a, T, L>> {
-        let Self {
-            first,
-            stride,
-            count,
-        } = self;
-        (0..count).map(move |index| ViewMut {
-            base: first.base.wrapping_add(index.wrapping_mul(stride)),
-            shape: first.shape,
-            data: PhantomData,
-        })
-    }
-}
-
-/// Elements from the first of the first matrix to the last of the last one.
-fn batch_span<L: Order>(shape: Shape, stride: usize, count: usize) -> Result<usize, DenseError> {
-    Ok(match (shape.span::<L>()?, count) {
-        (0, _) | (_, 0) => 0,
-        (span, _) => (count - 1).saturating_mul(stride).saturating_add(span),
-    })
-}
-
-/// A matrix without its lifetime, order and mutability: what tasks address.
-#[derive(Debug)]
-pub(super) struct Strided<T> {
-    pub(super) base: *mut T,
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-    /// Elements from one row to the next.
-    pub(super) row_step: usize,
-    /// Elements from one column to the next.
-    pub(super) col_step: usize,
-}
-
-impl<T> Clone for Strided<T> {
+impl<T, L: Layout> Clone for Matrix<'_, T, L> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T> Copy for Strided<T> {}
+impl<T, L: Layout> Copy for Matrix<'_, T, L> {}
 
-impl<T> Strided<T> {
-    fn new<L: Order>(base: *mut T, shape: Shape) -> Self {
-        let (row_step, col_step) = shape.steps::<L>();
-        Self {
-            base,
-            rows: shape.rows,
-            cols: shape.cols,
-            row_step,
-            col_step,
-        }
+// SAFETY: it is a shared borrow of T.
+unsafe impl<T: Sync, L: Layout> Send for Matrix<'_, T, L> {}
+// SAFETY: as above.
+unsafe impl<T: Sync, L: Layout> Sync for Matrix<'_, T, L> {}
+
+impl<'a, T, L: Layout> Matrix<'a, T, L> {
+    /// `rows` x `cols` elements at the start of `data`, `ld` from one row (or column) to the next.
+    ///
+    /// # Errors
+    /// Too little data, or a leading dimension under the length of a row or column.
+    pub fn new(data: &'a [T], rows: usize, cols: usize, ld: usize) -> Result<Self, DenseError> {
+        let extent = Extent { rows, cols, ld };
+        check_length(extent.needed::<L>("the matrix")?, data.len())?;
+        Ok(Self {
+            data: data.as_ptr(),
+            extent,
+            marker: PhantomData,
+        })
     }
 
-    /// The same elements with rows and columns exchanged.
-    pub(super) fn transposed(self) -> Self {
-        Self {
-            base: self.base,
-            rows: self.cols,
-            cols: self.rows,
-            row_step: self.col_step,
-            col_step: self.row_step,
-        }
+    /// A matrix without gaps.
+    ///
+    /// # Errors
+    /// Too little data.
+    pub fn packed(data: &'a [T], rows: usize, cols: usize) -> Result<Self, DenseError> {
+        Self::new(data, rows, cols, packed_ld::<L>(rows, cols))
     }
 
-    /// `rows` rows from `row` on.
-    pub(super) fn rows_at(self, row: usize, rows: usize) -> Self {
-        Self {
-            base: self.at(row, 0),
-            rows,
-            ..self
-        }
+    /// A matrix at an address.
+    ///
+    /// # Errors
+    /// A leading dimension under the length of a row or column.
+    ///
+    /// # Safety
+    /// The elements that shape and leading dimension reach are valid to read for `'a`, and nobody
+    /// writes them meanwhile but a call that gets them as its C and its D.
+    pub unsafe fn from_raw(data: *const T, extent: Extent) -> Result<Self, DenseError> {
+        extent.needed::<L>("the matrix")?;
+        Ok(Self {
+            data,
+            extent,
+            marker: PhantomData,
+        })
     }
 
-    /// Where element (row, col) is. In bounds for elements of the matrix, as `View` and `ViewMut` checked.
-    #[inline(always)]
-    pub(super) fn at(&self, row: usize, col: usize) -> *mut T {
-        self.base
-            .wrapping_add(row.wrapping_mul(self.row_step))
-            .wrapping_add(col.wrapping_mul(self.col_step))
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.extent.rows
+    }
+
+    /// Number of columns.
+    pub fn cols(&self) -> usize {
+        self.extent.cols
+    }
+
+    /// Elements from one row (or column) to the next.
+    pub fn ld(&self) -> usize {
+        self.extent.ld
+    }
+
+    /// Rows `first..first + rows`.
+    ///
+    /// # Errors
+    /// If there are not so many.
+    pub fn row_range(self, first: usize, rows: usize) -> Result<Self, DenseError> {
+        if first.checked_add(rows).is_none_or(|end| end > self.rows()) {
+            return Err(DenseError::TooShort {
+                what: "the range of rows",
+                needed: first.saturating_add(rows),
+                actual: self.rows(),
+            });
+        }
+        let step = if L::ROW_MAJOR { self.extent.ld } else { 1 };
+        Ok(Self {
+            data: self.data.wrapping_add(first * step),
+            extent: Extent {
+                rows,
+                ..self.extent
+            },
+            marker: PhantomData,
+        })
+    }
+
+    /// The same memory as the transposed matrix.
+    pub fn transposed(self) -> Matrix<'a, T, L::Other> {
+        Matrix {
+            data: self.data,
+            extent: transposed(self.extent),
+            marker: PhantomData,
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// A matrix that is written.
+#[derive(Debug)]
+pub struct MatrixMut<'a, T, L: Layout = RowMajor> {
+    pub(super) data: *mut T,
+    pub(super) extent: Extent,
+    marker: PhantomData<(&'a mut [T], L)>,
+}
 
-    #[test]
-    fn lengths_and_leading_dimensions_are_checked() {
-        let data = [0u8; 14];
-        assert!(View::<_, RowMajor>::new(&data, 3, 4, 5).is_ok());
-        assert!(View::<_, ColMajor>::new(&data, 4, 3, 5).is_ok());
-        assert_eq!(
-            View::<_, RowMajor>::new(&data, 3, 5, 5).err(),
-            Some(DenseError::TooShort {
-                needed: 15,
-                found: 14
-            })
-        );
-        assert_eq!(
-            View::<_, ColMajor>::new(&data, 6, 2, 5).err(),
-            Some(DenseError::LeadingDimension {
-                leading: 5,
-                least: 6
-            })
-        );
-        assert!(View::<_, RowMajor>::new(&data, 0, 5, 5).is_ok());
-        assert!(View::<_, RowMajor>::new(&data, 1 << 40, 0, 0).is_ok());
-        assert_eq!(
-            View::<_, RowMajor>::new(&data, usize::MAX, 2, usize::MAX).err(),
-            Some(DenseError::TooShort {
-                needed: usize::MAX,
-                found: 14
-            })
-        );
+// SAFETY: it is an exclusive borrow of its elements.
+unsafe impl<T: Send, L: Layout> Send for MatrixMut<'_, T, L> {}
+// SAFETY: a shared reference to it gives no access to the elements.
+unsafe impl<T: Sync, L: Layout> Sync for MatrixMut<'_, T, L> {}
+
+impl<'a, T, L: Layout> MatrixMut<'a, T, L> {
+    /// As [`Matrix::new`], of data that nobody else uses meanwhile.
+    ///
+    /// # Errors
+    /// Too little data, or a leading dimension under the length of a row or column.
+    pub fn new(data: &'a mut [T], rows: usize, cols: usize, ld: usize) -> Result<Self, DenseError> {
+        let extent = Extent { rows, cols, ld };
+        check_length(extent.needed::<L>("the matrix")?, data.len())?;
+        Ok(Self {
+            data: data.as_mut_ptr(),
+            extent,
+            marker: PhantomData,
+        })
     }
 
-    #[test]
-    fn batches_to_write_must_not_overlap() {
-        let mut data = [0u8; 64];
-        let mut check = |shape, stride, count| {
-            BatchMut::<_, RowMajor>::new(&mut data, shape, stride, count).map(|batch| batch.count)
-        };
-        assert_eq!(check((2, 3, 4), 7, 3), Ok(3));
-        assert_eq!(
-            check((2, 3, 4), 6, 3).err(),
-            Some(DenseError::Overlap {
-                stride: 6,
-                least: 7
-            })
-        );
-        // Interleaved: two matrices side by side in rows of eight, but three do not fit.
-        assert_eq!(check((2, 3, 8), 4, 2), Ok(2));
-        assert!(check((2, 3, 8), 4, 3).is_err());
-        assert!(check((2, 3, 8), 2, 2).is_err());
-        assert_eq!(check((2, 3, 4), 0, 1), Ok(1));
-        assert!(check((2, 3, 4), 0, 2).is_err());
-        assert_eq!(check((0, 3, 4), 0, 9), Ok(9));
-        assert!(Batch::<_, RowMajor>::new(&data, (2, 3, 4), 0, 1 << 50).is_ok());
-        assert!(Batch::<_, RowMajor>::new(&data, (2, 3, 4), 1, 59).is_err());
+    /// A matrix without gaps.
+    ///
+    /// # Errors
+    /// Too little data.
+    pub fn packed(data: &'a mut [T], rows: usize, cols: usize) -> Result<Self, DenseError> {
+        Self::new(data, rows, cols, packed_ld::<L>(rows, cols))
     }
 
-    #[test]
-    fn views_split_into_disjoint_parts() {
-        let mut data = [0u8; 12];
-        let view = ViewMut::<_, RowMajor>::packed(&mut data, 3, 4).unwrap();
-        let (mut top, bottom) = view.split_rows(1).unwrap();
-        let (left, mut right) = bottom.split_cols(3).unwrap();
-        assert_eq!((top.rows(), top.cols()), (1, 4));
-        assert_eq!((left.rows(), left.cols()), (2, 3));
-        assert_eq!((right.rows(), right.cols()), (2, 1));
-        // SAFETY: (1, 0) and (0, 3) exist in these parts, which nobody else looks at.
-        unsafe {
-            *right.strided().at(1, 0) = 1;
-            *top.strided().at(0, 3) = 2;
+    /// A matrix at an address.
+    ///
+    /// # Errors
+    /// A leading dimension under the length of a row or column.
+    ///
+    /// # Safety
+    /// The elements that shape and leading dimension reach are valid to read and write for `'a`,
+    /// and nobody else uses them meanwhile but a call that gets them as its C and its D. Elements
+    /// between the rows or columns may be others'.
+    pub unsafe fn from_raw(data: *mut T, extent: Extent) -> Result<Self, DenseError> {
+        extent.needed::<L>("the matrix")?;
+        Ok(Self {
+            data,
+            extent,
+            marker: PhantomData,
+        })
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.extent.rows
+    }
+
+    /// Number of columns.
+    pub fn cols(&self) -> usize {
+        self.extent.cols
+    }
+
+    /// Elements from one row (or column) to the next.
+    pub fn ld(&self) -> usize {
+        self.extent.ld
+    }
+
+    /// A shorter borrow.
+    pub fn reborrow(&mut self) -> MatrixMut<'_, T, L> {
+        MatrixMut {
+            data: self.data,
+            extent: self.extent,
+            marker: PhantomData,
         }
-        assert!(left.split_cols(4).is_none() && right.split_rows(3).is_none());
-        assert_eq!(data, [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]);
+    }
+
+    /// The same memory as the transposed matrix.
+    pub fn transposed(self) -> MatrixMut<'a, T, L::Other> {
+        MatrixMut {
+            data: self.data,
+            extent: transposed(self.extent),
+            marker: PhantomData,
+        }
+    }
+
+    /// The first `rows` rows and the others; all of them are first if there are fewer.
+    pub fn split_rows(self, rows: usize) -> (Self, Self) {
+        let first = rows.min(self.extent.rows);
+        let step = if L::ROW_MAJOR { self.extent.ld } else { 1 };
+        let part = |rows, offset: usize| Self {
+            data: self.data.wrapping_add(offset),
+            extent: Extent {
+                rows,
+                ..self.extent
+            },
+            marker: PhantomData,
+        };
+        (part(first, 0), part(self.extent.rows - first, first * step))
+    }
+
+    /// The first `cols` columns and the others.
+    pub fn split_cols(self, cols: usize) -> (Self, Self) {
+        let (first, second) = self.transposed().split_rows(cols);
+        (first.back(), second.back())
+    }
+}
+
+impl<'a, T, L: Layout> MatrixMut<'a, T, L> {
+    /// [`Self::transposed`] back to a layout named by the caller's type.
+    fn back<M: Layout>(self) -> MatrixMut<'a, T, M> {
+        MatrixMut {
+            data: self.data,
+            extent: transposed(self.extent),
+            marker: PhantomData,
+        }
+    }
+}
+
+/// C of D = α·op(A)·op(B) + β·C.
+#[derive(Debug)]
+pub enum C<'a, T, L: Layout = RowMajor> {
+    /// There is none: β is 0.
+    None,
+    /// D's old contents.
+    InPlace,
+    /// Another matrix.
+    Matrix(Matrix<'a, T, L>),
+}
+
+impl<T, L: Layout> Clone for C<'_, T, L> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, L: Layout> Copy for C<'_, T, L> {}
+
+/// `count` equal matrices, `stride` elements from one to the next (0: all the same one).
+#[derive(Clone, Copy, Debug)]
+pub struct Strided<'a, T, L: Layout = RowMajor> {
+    first: Matrix<'a, T, L>,
+    stride: usize,
+    count: usize,
+}
+
+impl<'a, T, L: Layout> Strided<'a, T, L> {
+    /// Matrices of `extent` in `data`.
+    ///
+    /// # Errors
+    /// Too little data, or a leading dimension under the length of a row or column.
+    pub fn new(
+        data: &'a [T],
+        extent: Extent,
+        stride: usize,
+        count: usize,
+    ) -> Result<Self, DenseError> {
+        check_length(batch_needed::<L>(extent, stride, count)?, data.len())?;
+        Ok(Self {
+            first: Matrix {
+                data: data.as_ptr(),
+                extent,
+                marker: PhantomData,
+            },
+            stride,
+            count,
+        })
+    }
+
+    /// Number of matrices.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Matrix `index`, if there is one.
+    pub fn get(&self, index: usize) -> Option<Matrix<'a, T, L>> {
+        (index < self.count).then(|| Matrix {
+            data: self.first.data.wrapping_add(index * self.stride),
+            ..self.first
+        })
+    }
+
+    /// The matrices.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Matrix<'a, T, L>> + use<'a, T, L> {
+        let (first, stride) = (self.first, self.stride);
+        (0..self.count).map(move |i| Matrix {
+            data: first.data.wrapping_add(i * stride),
+            ..first
+        })
+    }
+}
+
+/// `count` equal matrices of D, `stride` elements from one to the next, without overlap: one after
+/// the other, or side by side inside the leading dimension.
+#[derive(Debug)]
+pub struct StridedMut<'a, T, L: Layout = RowMajor> {
+    first: MatrixMut<'a, T, L>,
+    stride: usize,
+    count: usize,
+}
+
+impl<'a, T, L: Layout> StridedMut<'a, T, L> {
+    /// Matrices of `extent` in `data`.
+    ///
+    /// # Errors
+    /// Too little data, a leading dimension under the length of a row or column, or overlap.
+    pub fn new(
+        data: &'a mut [T],
+        extent: Extent,
+        stride: usize,
+        count: usize,
+    ) -> Result<Self, DenseError> {
+        check_length(batch_needed::<L>(extent, stride, count)?, data.len())?;
+        check_apart::<L>(extent, stride, count)?;
+        Ok(Self {
+            first: MatrixMut {
+                data: data.as_mut_ptr(),
+                extent,
+                marker: PhantomData,
+            },
+            stride,
+            count,
+        })
+    }
+
+    /// Number of matrices.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The matrices.
+    pub fn into_matrices(
+        self,
+    ) -> impl ExactSizeIterator<Item = MatrixMut<'a, T, L>> + use<'a, T, L> {
+        let (data, extent, stride) = (self.first.data, self.first.extent, self.stride);
+        (0..self.count).map(move |i| MatrixMut {
+            data: data.wrapping_add(i * stride),
+            extent,
+            marker: PhantomData,
+        })
+    }
+}
+
+/// Elements that a strided batch reaches.
+///
+/// # Errors
+/// As [`Extent::needed`].
+pub fn batch_needed<L: Layout>(
+    extent: Extent,
+    stride: usize,
+    count: usize,
+) -> Result<usize, DenseError> {
+    let what = "the strided batch";
+    let one = extent.needed::<L>(what)?;
+    if count == 0 || one == 0 {
+        return Ok(0);
+    }
+    (count - 1)
+        .checked_mul(stride)
+        .and_then(|n| n.checked_add(one))
+        .filter(|&n| n <= isize::MAX as usize / 16)
+        .ok_or(DenseError::TooLarge { what })
+}
+
+/// Whether the matrices of a strided batch share no element.
+///
+/// # Errors
+/// [`DenseError::BatchStride`] if they do; otherwise as [`Extent::needed`].
+pub fn check_apart<L: Layout>(
+    extent: Extent,
+    stride: usize,
+    count: usize,
+) -> Result<(), DenseError> {
+    let needed = extent.needed::<L>("D")?;
+    let (_, minor) = extent.major_minor::<L>();
+    let one_after_the_other = stride >= needed;
+    let side_by_side = stride >= minor
+        && (count.saturating_sub(1))
+            .checked_mul(stride)
+            .and_then(|n| n.checked_add(minor))
+            .is_some_and(|n| n <= extent.ld);
+    match count <= 1 || needed == 0 || one_after_the_other || side_by_side {
+        true => Ok(()),
+        false => Err(DenseError::BatchStride { stride, needed }),
+    }
+}
+
+fn check_length(needed: usize, actual: usize) -> Result<(), DenseError> {
+    match needed <= actual {
+        true => Ok(()),
+        false => Err(DenseError::TooShort {
+            what: "the view",
+            needed,
+            actual,
+        }),
+    }
+}
+
+/// The smallest leading dimension.
+pub fn packed_ld<L: Layout>(rows: usize, cols: usize) -> usize {
+    let extent = Extent { rows, cols, ld: 1 };
+    extent.major_minor::<L>().1.max(1)
+}
+
+fn transposed(extent: Extent) -> Extent {
+    Extent {
+        rows: extent.cols,
+        cols: extent.rows,
+        ld: extent.ld,
     }
 }

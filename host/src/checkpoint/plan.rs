@@ -157,7 +157,7 @@ impl<'a> Plan<'a> {
             name.starts_with("experts.")
                 && [".w1.weight", ".w2.weight", ".w3.weight"]
                     .iter()
-                    .any(|end| name.ends_with(end))
+                    .any(|part| name.contains(part))
         });
         let names = if mixtral {
             ["w1", "w3", "w2"]

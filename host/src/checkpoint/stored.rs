@@ -56,7 +56,8 @@ pub(super) enum Kind<'a> {
     },
     Int8 {
         shape: Shape,
-        group: usize,
+        /// A scale for each row, else for each 128 columns of it.
+        per_row: bool,
         scales: RawTensor<'a>,
     },
 }
@@ -88,6 +89,7 @@ pub(super) enum Codes {
         scales: Blocks,
     },
     Int8 {
+        per_row: bool,
         scales: Blocks,
     },
 }
@@ -142,11 +144,18 @@ impl<'a> Source<'a> {
             },
             Kind::Int8 {
                 shape,
-                group,
+                per_row,
                 scales,
-            } => Codes::Int8 {
-                scales: blocks(*shape, [1, *group], scales)?,
-            },
+            } => {
+                let group = match per_row {
+                    true => shape.columns,
+                    false => int8::BLOCK,
+                };
+                Codes::Int8 {
+                    per_row: *per_row,
+                    scales: blocks(*shape, [1, group], scales)?,
+                }
+            }
             Kind::Fp4 {
                 shape,
                 group,
@@ -294,7 +303,7 @@ impl Codes {
                 let row = scales.row(first / columns);
                 scale(out, first % columns, scales.block[1], row);
             }
-            Self::Int8 { scales } => {
+            Self::Int8 { scales, .. } => {
                 let codes = &bytes[at..][..out.len()];
                 for (out, &code) in out.iter_mut().zip(codes) {
                     *out = f32::from(code as i8);
@@ -357,18 +366,13 @@ impl Codes {
                 float_scales(out.scales, scales.row(first / scales.shape.columns));
                 Some(1.0)
             }
-            (Self::Int8 { scales }, WeightFormat::Int8PerRow | WeightFormat::Int8Block128) => {
-                let columns = scales.shape.columns;
-                let group = match format {
-                    WeightFormat::Int8PerRow => columns,
-                    _ => int8::BLOCK,
-                };
-                if scales.block != [1, group] {
-                    return None;
-                }
+            (
+                Self::Int8 { per_row, scales },
+                WeightFormat::Int8PerRow | WeightFormat::Int8Block128,
+            ) if *per_row == (format == WeightFormat::Int8PerRow) => {
                 out.codes
                     .copy_from_slice(&bytes[first..][..out.codes.len()]);
-                float_scales(out.scales, scales.row(first / columns));
+                float_scales(out.scales, scales.row(first / scales.shape.columns));
                 Some(1.0)
             }
             (
@@ -403,8 +407,8 @@ impl Codes {
                 mxfp4::BLOCK => WeightFormat::Mxfp4,
                 _ => WeightFormat::Nvfp4,
             },
-            Self::Int8 { scales } if scales.block == [1, int8::BLOCK] => WeightFormat::Int8Block128,
-            Self::Int8 { .. } => WeightFormat::Int8PerRow,
+            Self::Int8 { per_row: true, .. } => WeightFormat::Int8PerRow,
+            Self::Int8 { per_row: false, .. } => WeightFormat::Int8Block128,
             Self::Fp8 { .. } | Self::Int4 { .. } => return None,
         })
     }
@@ -425,7 +429,8 @@ impl Codes {
                 _ => "nvfp4".into(),
             },
             Self::Int4 { scales } => format!("int4, groups of {}", scales.block[1]),
-            Self::Int8 { scales } => format!("int8, a scale for {} columns", scales.block[1]),
+            Self::Int8 { per_row: true, .. } => "int8, a scale for each row".into(),
+            Self::Int8 { per_row: false, .. } => "int8, a scale for 128 columns".into(),
         }
     }
 }

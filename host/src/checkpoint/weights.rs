@@ -370,15 +370,12 @@ pub(super) fn int8_source<'a>(
     let meaning = "(experts, outputs) or (experts, outputs, blocks)";
     let scales = format!("{name}_scales");
     let scales = find(scales, &[&by_row, &by_block], Dtype::F32, meaning)?;
-    let group = match file.info(scales.name)?.shape.len() {
-        2 => columns,
-        _ => int8::BLOCK,
-    };
+    let per_row = file.info(scales.name)?.shape.len() == 2;
     Ok(Source {
         tensor,
         kind: Kind::Int8 {
             shape,
-            group,
+            per_row,
             scales,
         },
     })

@@ -187,23 +187,25 @@ impl Report {
     }
 }
 
-/// Bytes of expert weights that a conversion will read.
+/// Bytes of expert weights that a conversion will read, if all layers are as the first.
 ///
 /// # Errors
 /// Layers that are not there or cannot be read.
 pub fn source_bytes(checkpoint: &Checkpoint, options: &Options) -> Result<u64, ConvertError> {
     let layers = moe_layers(checkpoint.config(), options.layers.clone())?;
-    // One layer after another: the scales of quantised ones are read on opening.
-    let layer_bytes = |layer| {
-        let stream = LayerStream::open(checkpoint, layer)?;
-        let matrices = PROJECTIONS.map(|p| stream.matrix_bytes(p));
-        Ok((matrices.iter().sum::<usize>() * stream.spec().experts) as u64)
-    };
-    let first = match layers.first() {
-        Some(&layer) => layer_bytes(layer).map_err(ConvertError::Checkpoint)?,
-        None => 0,
-    };
-    Ok(first * layers.len() as u64)
+    match layers.first() {
+        Some(&layer) => {
+            let stream = LayerStream::open(checkpoint, layer)?;
+            Ok(layer_bytes(&stream) * layers.len() as u64)
+        }
+        None => Ok(0),
+    }
+}
+
+/// Bytes of all experts of a layer.
+fn layer_bytes(stream: &LayerStream<'_>) -> u64 {
+    let matrices = PROJECTIONS.map(|p| stream.matrix_bytes(p) as u64);
+    matrices.iter().sum::<u64>() * stream.spec().experts as u64
 }
 
 const PROJECTIONS: [Projection; 3] = [Projection::Gate, Projection::Up, Projection::Down];
@@ -242,8 +244,7 @@ pub fn convert(
     };
     for layer in layers {
         let stream = LayerStream::open(checkpoint, layer)?;
-        let matrices = PROJECTIONS.map(|p| stream.matrix_bytes(p));
-        let bytes = (matrices.iter().sum::<usize>() * stream.spec().experts) as u64;
+        let bytes = layer_bytes(&stream);
         let layout = Layout::new(target, &stream);
         if manifest.has(layer) && layout.is_complete(out)? {
             progress(bytes);

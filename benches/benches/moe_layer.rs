@@ -241,6 +241,13 @@ fn main() -> Result<(), Failure> {
         .devices(&gpus)
         .engine(engine)
         .build()?;
+    // One model for all token counts, as layers in use share one.
+    let model = Model::new(Rates {
+        dram_gb_s: read,
+        link_gb_s: copy,
+        ..Rates::default()
+    })?
+    .shared();
     println!(
         "| T | division | ms | of floor | enqueued ms | CPU ms | CPU MB | copied MB | pieces |"
     );

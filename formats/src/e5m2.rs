@@ -8,7 +8,7 @@ pub const fn decode(code: u8) -> f32 {
     let magnitude = code as u32 & 0x7f;
     let bits = match magnitude >> 2 {
         // Subnormal: magnitude * 2^-16; the product is exact.
-        0 => (magnitude as f32 * 1.525_878_906_25e-5).to_bits(),
+        0 => (magnitude as f32 * (1.0 / 65536.0)).to_bits(),
         31 if magnitude == 0x7c => 0x7f80_0000,
         31 => 0x7fc0_0000,
         _ => (magnitude << 21) + ((127 - 15) << 23),

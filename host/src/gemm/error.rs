@@ -3,6 +3,12 @@
 use crate::driver::DriverError;
 use asym_gemm_cpu::dense::DenseError;
 
+impl From<std::convert::Infallible> for GemmError {
+    fn from(never: std::convert::Infallible) -> Self {
+        match never {}
+    }
+}
+
 /// What can be wrong with a grouped GEMM call.
 #[derive(Debug, thiserror::Error)]
 pub enum GemmError {

@@ -4,7 +4,7 @@
 //! are there, `freed` holds back the next copy until the kernels are done. The host never
 //! waits.
 
-use crate::driver::{DeviceBuffer, DriverError, Event, Gpu, Stream};
+use crate::driver::{DeviceBuffer, DriverError, Event, Gpu, Rows, Stream, copy_rows};
 
 /// Slots start at multiples of this.
 const SLOT_ALIGN: usize = 256;
@@ -12,6 +12,7 @@ const SLOT_ALIGN: usize = 256;
 /// Slots in HBM and the stream that fills them.
 #[derive(Debug)]
 pub struct Ring {
+    gpu: Gpu,
     buffer: DeviceBuffer<u8>,
     slot_bytes: usize,
     copies: Stream,
@@ -46,6 +47,7 @@ impl Ring {
                 .collect::<Result<Vec<_>, _>>()
         };
         Ok(Self {
+            gpu: gpu.clone(),
             buffer: DeviceBuffer::alloc(gpu, bytes)?,
             slot_bytes,
             copies: Stream::new(gpu)?,
@@ -121,6 +123,43 @@ impl Ring {
         }
     }
 
+    /// Starts the copy of `rows` rows of `row_bytes` at `source` to the start of `slot`, where they
+    /// are `pitch` bytes apart.
+    ///
+    /// # Errors
+    /// As [`Ring::copy`].
+    ///
+    /// # Safety
+    /// As [`Ring::copy`], for all rows; they may be on the device too.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        slot: usize,
+        pitch: usize,
+        source: Rows,
+        row_bytes: usize,
+        rows: usize,
+    ) -> Result<(), DriverError> {
+        self.check("Ring::copy_rows", slot)?;
+        if rows
+            .checked_mul(pitch)
+            .is_none_or(|bytes| bytes > self.slot_bytes)
+        {
+            return Err(DriverError::InvalidArgument {
+                call: "Ring::copy_rows",
+                reason: format!(
+                    "{rows} rows {pitch} bytes apart exceed a slot of {}",
+                    self.slot_bytes
+                ),
+            });
+        }
+        let target = Rows {
+            address: self.buffer.as_raw() + (slot * self.slot_bytes) as u64,
+            pitch,
+        };
+        // SAFETY: the rows are inside the slot; the caller answers for the source and the order.
+        unsafe { copy_rows(&self.gpu, target, source, row_bytes, rows, &self.copies) }
+    }
+
     /// An error that names a slot that the ring does not have.
     fn check(&self, call: &'static str, slot: usize) -> Result<(), DriverError> {
         match slot < self.slots() {
@@ -132,14 +171,31 @@ impl Ring {
         }
     }
 
-    /// Makes `compute` wait for the slot's copies.
+    /// Ends the slot's copies: [`Ring::join`] waits for those so far.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn end(&self, slot: usize) -> Result<(), DriverError> {
+        self.check("Ring::end", slot)?;
+        self.filled[slot].record(&self.copies)
+    }
+
+    /// Makes `compute` wait for the slot's copies, which have ended.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn join(&self, slot: usize, compute: &Stream) -> Result<(), DriverError> {
+        self.check("Ring::join", slot)?;
+        compute.wait(&self.filled[slot])
+    }
+
+    /// [`Ring::end`] and [`Ring::join`].
     ///
     /// # Errors
     /// If the driver fails.
     pub fn finish(&self, slot: usize, compute: &Stream) -> Result<(), DriverError> {
-        self.check("Ring::finish", slot)?;
-        self.filled[slot].record(&self.copies)?;
-        compute.wait(&self.filled[slot])
+        self.end(slot)?;
+        self.join(slot, compute)
     }
 
     /// Gives the slot back after the work now on `compute`.

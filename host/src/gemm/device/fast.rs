@@ -103,7 +103,15 @@ impl Fast {
         let format = MatrixFormat::Bf16;
         let gpu = gemm.gpu.clone();
         let a_map = map_a(&gpu, format, self.a as u64, rows, self.k, self.a_row * 2)?;
-        let b_map = map_rows(&gpu, format, self.b as u64, self.count, self.n, self.k)?;
+        let b_map = map_rows(
+            &gpu,
+            format,
+            self.b as u64,
+            self.count,
+            self.n,
+            self.k,
+            self.k * 2,
+        )?;
         let groups: Vec<Group> = (0..self.count)
             .map(|i| Group {
                 start: (i * self.pitch) as u32,

@@ -1,5 +1,6 @@
 //! The entry points that depend on the instruction set.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use asym_gemm_formats::WeightFormat;
@@ -12,6 +13,7 @@ use crate::ffn::{self, Call, Destination, ExpertGroup};
 use crate::gemm::{self, GroupRange, Output};
 use crate::isa::{Features, ISA_VARIABLE, Isa};
 use crate::kernels::Kernel;
+use crate::kernels::fp4::{Mxfp4, Nvfp4};
 use crate::matrix::{Bf16Weights, Fp8Weights, Int8Rows, Int8Weights, MatrixMut, MatrixRef};
 use crate::pool::{Workers, default_workers};
 use crate::tokens::Rows;
@@ -147,12 +149,13 @@ impl Engine {
             activation,
             x: x.into(),
             groups,
+            slices: None,
         };
         let hidden = bank.geometry().hidden;
         let rows = y.len() / hidden;
         same("the length of y", rows * hidden, y.len())?;
         ffn::validate(bank, call.x, groups, rows)?;
-        self.ffn(&call, Destination::<f32>::Experts(y))
+        f32::ffn(self, &call, Destination::Experts(y))
     }
 
     /// A whole expert layer in one parallel region: the feed-forward of [`Engine::expert_ffn`],
@@ -175,8 +178,61 @@ impl Engine {
             activation,
             x: x.into(),
             groups,
+            slices: None,
         };
-        let hidden = bank.geometry().hidden;
+        self.layer(&call, slots, out)
+    }
+
+    /// The part of [`Engine::expert_layer`] that lies in some slices of 128 of the intermediate
+    /// dimension: `slices[g]` is the part that group `g` takes. Somebody else computes the other
+    /// parts, and the sum of all parts' `out` is the layer's.
+    ///
+    /// y is the sum over the group's slices in their order, then scaled as that of whole experts;
+    /// the down bias is in the part that has slice 0. So the sum of two parts differs from the
+    /// whole by the roundings of f32 additions in another grouping.
+    ///
+    /// # Errors
+    /// As [`Engine::expert_layer`]; also if there is not one range for each group, or one is empty
+    /// or goes past the expert.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "those of `expert_layer` and the slices"
+    )]
+    pub fn expert_layer_slices<'a, O: Output>(
+        &self,
+        bank: BankRef<'a>,
+        activation: Activation,
+        x: impl Into<Rows<'a>>,
+        groups: &'a [ExpertGroup<'a>],
+        slices: &'a [Range<usize>],
+        slots: Slots<'a>,
+        out: &mut [O],
+    ) -> Result<(), CpuError> {
+        ffn::validate_slices(bank, groups, slices)?;
+        let call = Call {
+            bank,
+            activation,
+            x: x.into(),
+            groups,
+            slices: Some(slices),
+        };
+        self.layer(&call, slots, out)
+    }
+
+    fn with_workspace<R>(&self, call: impl FnOnce(Kernel, &dyn Workers, &mut Workspace) -> R) -> R {
+        let workers = self.workers.as_ref();
+        self.workspaces
+            .with(|workspace| call(self.kernel, workers, workspace))
+    }
+
+    fn layer<O: Output>(
+        &self,
+        call: &Call<'_>,
+        slots: Slots<'_>,
+        out: &mut [O],
+    ) -> Result<(), CpuError> {
+        let groups = call.groups;
+        let hidden = call.bank.geometry().hidden;
         same("the length of out", call.x.len(), out.len())?;
         let rows = groups
             .iter()
@@ -186,31 +242,9 @@ impl Engine {
         // Every row belongs to one group, so there are as many as routed tokens.
         let routed = groups.iter().map(|group| group.tokens.len()).sum();
         same("the number of rows that the groups reach", routed, rows)?;
-        ffn::validate(bank, call.x, groups, rows)?;
+        ffn::validate(call.bank, call.x, groups, rows)?;
         slots.validate(out.len() / hidden, rows)?;
-        self.ffn(&call, Destination::Tokens { slots, rows, out })
-    }
-
-    fn ffn<O: Output>(
-        &self,
-        call: &Call<'_>,
-        destination: Destination<'_, O>,
-    ) -> Result<(), CpuError> {
-        let run = match call.bank.geometry().format {
-            WeightFormat::Bf16 => ffn::run::<recipe::Bf16, O>,
-            WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow, O>,
-            WeightFormat::Int8Block128 => ffn::run::<recipe::Block128, O>,
-            WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8, O>,
-        };
-        self.workspaces.with(|workspace: &mut Workspace| {
-            run(
-                self.kernel,
-                self.workers.as_ref(),
-                workspace,
-                call,
-                destination,
-            )
-        })
+        O::ffn(self, call, Destination::Tokens { slots, rows, out })
     }
 
     /// `d[start..end, :] = a[start..end, :] . b[weight]^T` for each group, summed in f32 and
@@ -227,10 +261,7 @@ impl Engine {
         groups: &[GroupRange],
         d: MatrixMut<'_, O>,
     ) -> Result<(), CpuError> {
-        self.workspaces.with(|workspace| {
-            let workers = self.workers.as_ref();
-            gemm::bf16_gemm(self.kernel, workers, workspace, a, b.into(), groups, d)
-        })
+        O::bf16_gemm(self, a, b.into(), groups, d)
     }
 
     /// The same for int8 operands, with the scaling of `b`: `PerRow` gives
@@ -247,10 +278,7 @@ impl Engine {
         groups: &[GroupRange],
         d: MatrixMut<'_, O>,
     ) -> Result<(), CpuError> {
-        self.workspaces.with(|workspace| {
-            let workers = self.workers.as_ref();
-            gemm::int8_gemm(self.kernel, workers, workspace, a, b, groups, d)
-        })
+        O::int8_gemm(self, a, b, groups, d)
     }
 
     /// The same for fp8 weights: the bf16 products of each 128 of K are summed in f32, and
@@ -266,9 +294,102 @@ impl Engine {
         groups: &[GroupRange],
         d: MatrixMut<'_, O>,
     ) -> Result<(), CpuError> {
-        self.workspaces.with(|workspace| {
-            let workers = self.workers.as_ref();
-            gemm::fp8_gemm(self.kernel, workers, workspace, a, b, groups, d)
-        })
+        O::fp8_gemm(self, a, b, groups, d)
     }
 }
+
+/// The work behind the entry points for one element type of the output. Its functions are not
+/// generic, so that the kernels are compiled here, once, and not in every crate that calls them.
+pub(crate) trait Compiled: Sized {
+    fn ffn(
+        engine: &Engine,
+        call: &Call<'_>,
+        destination: Destination<'_, Self>,
+    ) -> Result<(), CpuError>;
+
+    fn bf16_gemm(
+        engine: &Engine,
+        a: MatrixRef<'_, bf16>,
+        b: Bf16Weights<'_>,
+        groups: &[GroupRange],
+        d: MatrixMut<'_, Self>,
+    ) -> Result<(), CpuError>;
+
+    fn int8_gemm(
+        engine: &Engine,
+        a: Int8Rows<'_>,
+        b: Int8Weights<'_>,
+        groups: &[GroupRange],
+        d: MatrixMut<'_, Self>,
+    ) -> Result<(), CpuError>;
+
+    fn fp8_gemm(
+        engine: &Engine,
+        a: MatrixRef<'_, bf16>,
+        b: Fp8Weights<'_>,
+        groups: &[GroupRange],
+        d: MatrixMut<'_, Self>,
+    ) -> Result<(), CpuError>;
+}
+
+macro_rules! compiled {
+    ($($output:ty),*) => {$(
+        impl Compiled for $output {
+            fn ffn(
+                engine: &Engine,
+                call: &Call<'_>,
+                destination: Destination<'_, Self>,
+            ) -> Result<(), CpuError> {
+                let run = match call.bank.geometry().format {
+                    WeightFormat::Bf16 => ffn::run::<recipe::Bf16, Self>,
+                    WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow, Self>,
+                    WeightFormat::Int8Block128 => ffn::run::<recipe::Block128, Self>,
+                    WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8, Self>,
+                    WeightFormat::Nvfp4 => ffn::run::<recipe::Expanding<Nvfp4>, Self>,
+                    WeightFormat::Mxfp4 => ffn::run::<recipe::Expanding<Mxfp4>, Self>,
+                };
+                engine.with_workspace(|kernel, workers, workspace| {
+                    run(kernel, workers, workspace, call, destination)
+                })
+            }
+
+            fn bf16_gemm(
+                engine: &Engine,
+                a: MatrixRef<'_, bf16>,
+                b: Bf16Weights<'_>,
+                groups: &[GroupRange],
+                d: MatrixMut<'_, Self>,
+            ) -> Result<(), CpuError> {
+                engine.with_workspace(|kernel, workers, workspace| {
+                    gemm::bf16_gemm(kernel, workers, workspace, a, b, groups, d)
+                })
+            }
+
+            fn int8_gemm(
+                engine: &Engine,
+                a: Int8Rows<'_>,
+                b: Int8Weights<'_>,
+                groups: &[GroupRange],
+                d: MatrixMut<'_, Self>,
+            ) -> Result<(), CpuError> {
+                engine.with_workspace(|kernel, workers, workspace| {
+                    gemm::int8_gemm(kernel, workers, workspace, a, b, groups, d)
+                })
+            }
+
+            fn fp8_gemm(
+                engine: &Engine,
+                a: MatrixRef<'_, bf16>,
+                b: Fp8Weights<'_>,
+                groups: &[GroupRange],
+                d: MatrixMut<'_, Self>,
+            ) -> Result<(), CpuError> {
+                engine.with_workspace(|kernel, workers, workspace| {
+                    gemm::fp8_gemm(kernel, workers, workspace, a, b, groups, d)
+                })
+            }
+        }
+    )*};
+}
+
+compiled!(f32, bf16);

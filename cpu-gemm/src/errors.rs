@@ -50,6 +50,16 @@ pub enum CpuError {
         /// What was given.
         actual: usize,
     },
+    /// A group's part of the slices is empty or goes past the expert.
+    #[error("group {group}: slices {range:?} are not a part of 0..{slices}")]
+    SliceRange {
+        /// Index of the group.
+        group: usize,
+        /// The part.
+        range: std::ops::Range<usize>,
+        /// Slices of an expert.
+        slices: usize,
+    },
     /// A buffer is shorter than its shape and strides reach.
     #[error("{what} holds {actual} elements, its shape and strides reach {needed}")]
     TooShort {

@@ -22,6 +22,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
@@ -29,17 +30,18 @@ use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, SLICE};
 use crate::CpuError;
 use crate::bank::{BankRef, ExpertRef};
 use crate::combine::{Combine, SlotTasks, Slots};
-use crate::gemm::{Output, RowBuffer};
-use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes, prefetch_share};
+use crate::gemm::Output;
+use crate::kernels::{Body, Group, Kernel, Multiply, Panel, Span, prefetch_bytes};
 use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, add_block};
 use crate::region::{Latch, Region};
+use crate::rows::{self, RowWriter};
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::tokens::{Encoded, Groups, MAX_PASS, Rows, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
-use crate::vector::{Vector, VectorMath};
+use crate::vector::{LaneRows, Vector, VectorMath};
 use crate::workspace::{Buffer, Workspace};
 
 /// Most tokens of a block: their h and sums stay in the second-level cache.
@@ -72,6 +74,10 @@ struct Block<'a> {
     tokens: &'a [u32],
     /// First of its groups of 16.
     first_group: usize,
+    /// Its part of the slices.
+    slices: Range<usize>,
+    /// Slices of the blocks before it.
+    first_slice: usize,
     kernel: Kernel,
     /// Opens when all groups are packed.
     packed: Latch,
@@ -129,6 +135,27 @@ pub(crate) struct Call<'a> {
     pub(crate) activation: Activation,
     pub(crate) x: Rows<'a>,
     pub(crate) groups: &'a [ExpertGroup<'a>],
+    /// The part of the slices that each group takes; `None`: all of them.
+    pub(crate) slices: Option<&'a [Range<usize>]>,
+}
+
+/// Checks the parts of the slices of a call.
+pub(crate) fn validate_slices(
+    bank: BankRef<'_>,
+    groups: &[ExpertGroup<'_>],
+    slices: &[Range<usize>],
+) -> Result<(), CpuError> {
+    same("the number of slice ranges", groups.len(), slices.len())?;
+    let of_expert = bank.geometry().slices();
+    let bad = |range: &Range<usize>| range.start >= range.end || range.end > of_expert;
+    match slices.iter().position(bad) {
+        None => Ok(()),
+        Some(group) => Err(CpuError::SliceRange {
+            group,
+            range: slices[group].clone(),
+            slices: of_expert,
+        }),
+    }
 }
 
 /// Where the results go.
@@ -186,8 +213,9 @@ pub(crate) fn run<R: Recipe, O: Output>(
 
     let slices = geometry.slices();
     let mut blocks = Vec::new();
-    let mut groups = 0;
-    for group in call.groups {
+    let (mut groups, mut slice_count) = (0, 0);
+    for (number, group) in call.groups.iter().enumerate() {
+        let part = call.slices.map_or(0..slices, |parts| parts[number].clone());
         for (i, tokens) in group.tokens.chunks(BLOCK_TOKENS).enumerate() {
             let count = tokens.len().div_ceil(TOKENS);
             blocks.push(Block {
@@ -195,18 +223,21 @@ pub(crate) fn run<R: Recipe, O: Output>(
                 start: group.start + i * BLOCK_TOKENS,
                 tokens,
                 first_group: groups,
+                slices: part.clone(),
+                first_slice: slice_count,
                 kernel: match R::EXACT {
                     true => kernel.for_few_tokens(tokens.len()),
                     false => kernel,
                 },
                 packed: Latch::new(count),
-                hidden: Latch::new(slices),
+                hidden: Latch::new(part.len()),
             });
             groups += count;
+            slice_count += part.len();
         }
     }
 
-    let division = Division::new(&geometry, blocks.len(), workers.threads());
+    let division = Division::new(&geometry, blocks.len(), slice_count, workers.threads());
     let rows = call.x.len() / geometry.hidden;
     let encode_rows = (ENCODE_ELEMENTS / geometry.hidden).max(1);
     let steps = Steps::new([
@@ -216,7 +247,7 @@ pub(crate) fn run<R: Recipe, O: Output>(
             rows.div_ceil(encode_rows)
         },
         groups,
-        blocks.len() * slices * division.parts(),
+        slice_count * division.parts(),
         blocks.len() * geometry.down_panels().div_ceil(division.down_panels),
         match &combine {
             Some(sums) => sums.tasks.count(geometry.hidden),
@@ -242,9 +273,10 @@ pub(crate) fn run<R: Recipe, O: Output>(
         ),
         h: Groups::new(groups, h_row_bytes, slices, h),
         staged: Shared::new(staged.take(staged_rows)),
-        slices: (0..blocks.len() * slices)
+        slices: (0..slice_count)
             .map(|_| Latch::new(division.parts()))
             .collect(),
+        stream: rows::streams::<f32>(y.len()),
         y: Shared::new(y),
         combine,
         encoded_all: Latch::new(steps.count(Step::Encode)),
@@ -267,7 +299,7 @@ struct Division {
 }
 
 impl Division {
-    fn new(geometry: &BankGeometry, blocks: usize, threads: usize) -> Self {
+    fn new(geometry: &BankGeometry, blocks: usize, slices: usize, threads: usize) -> Self {
         let wanted = threads * TASKS_A_THREAD;
         let size = |items: usize, most: usize| {
             let size = (items / wanted).clamp(1, most);
@@ -275,7 +307,7 @@ impl Division {
             1 << size.ilog2()
         };
         Self {
-            pairs: size(blocks * geometry.slices() * SLICE_PAIRS, SLICE_PAIRS),
+            pairs: size(slices * SLICE_PAIRS, SLICE_PAIRS),
             down_panels: size(blocks * geometry.down_panels(), 16),
         }
     }
@@ -350,6 +382,8 @@ struct Job<'a, R: Recipe, O> {
     /// One latch for each block and slice.
     slices: Vec<Latch>,
     y: Shared<'a, f32>,
+    /// Whether y passes the caches by.
+    stream: bool,
     combine: Option<Sums<'a, O>>,
     encoded_all: Latch,
     down_all: Latch,
@@ -363,8 +397,8 @@ struct Scratch {
     tiles: Tiles,
     /// `[group of a pass][row of the slice]`.
     h: Vec<[Lanes<f32>; SLICE]>,
-    /// Rows of y.
-    rows: Buffer,
+    /// Parts of rows of y.
+    runs: Buffer,
     /// The rounded words of one slice.
     words: Vec<Lanes<u32>>,
     /// One row of x in f32.
@@ -425,7 +459,9 @@ impl<R: Recipe, O: Output> Job<'_, R, O> {
     }
 
     fn block_of_gate_up(&self, number: usize) -> &Block<'_> {
-        &self.blocks[number / (self.division.parts() * self.geometry().slices())]
+        let slice = number / self.division.parts();
+        let of_slice = |block: &Block<'_>| block.first_slice <= slice;
+        &self.blocks[self.blocks.partition_point(of_slice) - 1]
     }
 
     fn block_of_down(&self, number: usize) -> &Block<'_> {
@@ -520,7 +556,8 @@ struct GateUpPanels<'a> {
 impl Weights for GateUpPanels<'_> {
     #[inline(always)]
     fn panel(&self, p: usize) -> Panel<'_> {
-        Panel::packed(self.expert.gate_up_panel(self.slice, self.first + p))
+        self.expert
+            .panel(self.expert.gate_up_panel(self.slice, self.first + p))
     }
 
     #[inline(always)]
@@ -546,8 +583,8 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let geometry = job.geometry();
         let parts = job.division.parts();
         let (block_slice, part) = (number / parts, number % parts);
-        let slice = block_slice % geometry.slices();
         let block = job.block_of_gate_up(number);
+        let slice = block.slices.start + block_slice - block.first_slice;
         let len = geometry.slice_len(slice);
         let first_pair = part * job.division.pairs;
         let end_pair = len
@@ -561,18 +598,10 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: the groups of the block are packed.
-            let (x, next) = unsafe {
-                let pass = |first, count| {
-                    pass(&job.x, block.first_group, block.tokens.len(), first, count)
-                };
-                (pass(first, count), pass(first + count, following))
-            };
+            let x = unsafe { pass(&job.x, block.first_group, block.tokens.len(), first, count) };
             let x = &x[..count];
             for pair in first_pair..end_pair {
-                let (i, of) = (pair - first_pair, end_pair - first_pair);
-                prefetch_share::<R, M>(&next[..following], 0..geometry.hidden_units(), i, of);
                 let weights = GateUpPanels {
                     expert: block.expert,
                     slice,
@@ -588,13 +617,19 @@ impl<R: Recipe, O: Output> Body for GateUp<'_, '_, R, O> {
                 let gate_bias = block.expert.gate_up_bias(slice, 2 * pair);
                 let up_bias = block.expert.gate_up_bias(slice, 2 * pair + 1);
                 for (g, h) in h[..count].iter_mut().enumerate() {
-                    let (mut gate, mut up) = (Tile::default(), Tile::default());
-                    products.scaled(v, 0, g, &x[g], &gate_rows, &mut gate);
-                    products.scaled(v, 1, g, &x[g], &up_rows, &mut up);
-                    add_bias(v, &mut gate, &gate_bias);
-                    add_bias(v, &mut up, &up_bias);
-                    let (panels, _) = h.as_chunks_mut::<PANEL_ROWS>();
-                    activate(v, job.call.activation, &gate, &up, &mut panels[pair]);
+                    let gate = Biased {
+                        rows: products.scaled(v, 0, g, &x[g], &gate_rows),
+                        bias: &gate_bias,
+                    };
+                    let up = Biased {
+                        rows: products.scaled(v, 1, g, &x[g], &up_rows),
+                        bias: &up_bias,
+                    };
+                    let rows = &mut h.as_chunks_mut::<PANEL_ROWS>().0[pair];
+                    for (r, h) in rows.iter_mut().enumerate() {
+                        let (gate, up) = (gate.row(v, r), up.row(v, r));
+                        v.store(v.activate(job.call.activation, gate, up), h);
+                    }
                 }
             }
             for (g, h) in h[..count].iter().enumerate() {
@@ -647,53 +682,53 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
             .down_panels()
             .min(first_panel + job.division.down_panels);
         let panels = first_panel..end_panel;
-        let Scratch { tiles, rows, .. } = scratch;
+        let Scratch { tiles, runs, .. } = scratch;
+        let v = m.vector();
         // Later panels are fetched while their neighbours are multiplied; for the first all slices
         // are asked for at once.
-        for slice in 0..geometry.slices() {
+        for slice in block.slices.clone() {
             prefetch_bytes(block.expert.down_panel(slice, first_panel));
         }
         let mut first = 0;
         while first < block.groups() {
             let count = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - count);
             // SAFETY: h of the block is complete.
-            let (h, next) = unsafe {
-                let pass = |first, count| {
-                    pass(&job.h, block.first_group, block.tokens.len(), first, count)
-                };
-                (pass(first, count), pass(first + count, following))
+            let h = unsafe { pass(&job.h, block.first_group, block.tokens.len(), first, count) };
+            let column = first_panel * PANEL_ROWS;
+            // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
+            // columns; readers wait for `down_all`.
+            let mut rows = unsafe {
+                RowWriter::new(
+                    &job.y,
+                    (block.start + first * TOKENS) * geometry.hidden + column,
+                    geometry.hidden,
+                    (panels.len() * PANEL_ROWS).min(geometry.hidden - column),
+                    runs,
+                    job.stream,
+                )
             };
-            let mut rows = RowBuffer::<f32>::new(rows, panels.len());
             for (i, panel) in panels.clone().enumerate() {
-                let units = geometry.slices() * geometry.down_units();
-                prefetch_share::<R, M>(&next[..following], 0..units, i, panels.len());
                 let down = DownPanel {
                     job,
                     expert: block.expert,
+                    slices: block.slices.clone(),
                     panel,
                     h: &h[..count],
                     in_cache: first > 0,
                 };
                 let y = down.run(m, tiles);
+                let (scales, bias) = (down.row_scales(), down.bias());
                 for (g, y) in y.iter().enumerate() {
-                    rows.put(m, i, g, h[g].tokens, y);
-                }
-            }
-            let column = first_panel * PANEL_ROWS;
-            let columns = (panels.len() * PANEL_ROWS).min(geometry.hidden - column);
-            for t in 0..count * TOKENS {
-                let token = first * TOKENS + t;
-                if token < block.tokens.len() {
-                    let start = (block.start + token) * geometry.hidden + column;
-                    // SAFETY: blocks own their rows (validated disjoint) and tasks of one block
-                    // their columns; readers wait for `down_all`.
-                    let y = unsafe { job.y.write(start, columns) };
-                    rows.copy_row(t, y);
+                    let y = Biased {
+                        rows: RowScaled { y, scales: &scales },
+                        bias: &bias,
+                    };
+                    rows.put(v, i, g, h[g].tokens, &y);
                 }
             }
             first += count;
         }
+        v.fence();
         job.down_all.done();
     }
 }
@@ -702,6 +737,7 @@ impl<R: Recipe, O: Output> Body for Down<'_, '_, R, O> {
 struct DownPanel<'j, 'a, R: Recipe, O> {
     job: &'j Job<'a, R, O>,
     expert: ExpertRef<'a>,
+    slices: Range<usize>,
     panel: usize,
     h: &'j [Group<'j>],
     /// Whether an earlier pass has read the weights.
@@ -710,29 +746,34 @@ struct DownPanel<'j, 'a, R: Recipe, O> {
 
 impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
     #[inline(always)]
-    fn run<M: Multiply>(self, m: M, tiles: &mut Tiles) -> &[Tile<f32>] {
+    fn run<'t, M: Multiply>(&self, m: M, tiles: &'t mut Tiles) -> &'t [Tile<f32>] {
         let v = m.vector();
         let geometry = self.job.geometry();
         let groups = self.h.len();
         // Two sets of sums: a slice is scaled while the next one is multiplied.
         let (sums, y) = tiles.room::<R>(2 * groups, groups);
         if R::BLOCKED_H {
-            for slice in 0..=geometry.slices() {
-                if slice < geometry.slices() {
+            let Range { start, end } = self.slices;
+            for slice in start..=end {
+                if slice < end {
                     self.multiply_slice(m, slice, &mut sums[slice % 2 * groups..][..groups]);
                 }
-                if let Some(slice) = slice.checked_sub(1) {
+                if slice > start {
+                    let slice = slice - 1;
                     self.add_slice(v, slice, &sums[slice % 2 * groups..][..groups], y);
                 }
             }
         } else {
             let weights = Panel::runs(
-                self.expert.down_panels_from(self.panel),
+                self.expert.down_panels_from(self.slices.start, self.panel),
                 geometry.down_units(),
                 geometry.slice_bytes(),
-                geometry.slices(),
+                self.slices.len(),
             );
-            let span = Span { unit: 0, block: 0 };
+            let span = Span {
+                unit: self.slices.start * geometry.down_units(),
+                block: 0,
+            };
             R::multiply(
                 m,
                 self.prefetching(weights),
@@ -740,21 +781,26 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
                 span,
                 &mut sums[..groups],
             );
-            for g in 0..groups {
-                R::scale(v, &sums[g], &[1.0; PANEL_ROWS], &[1.0; TOKENS], &mut y[g]);
+            for (sums, y) in sums.iter().zip(&mut *y) {
+                add_block::<R, _>(v, true, sums, None, &[1.0; TOKENS], y);
             }
-        }
-        let scales = self.expert.down_row_scales(self.panel);
-        let bias = self.expert.down_bias(self.panel);
-        for y in &mut *y {
-            if let Some(scales) = &scales {
-                for (row, &scale) in y.0.iter_mut().zip(scales) {
-                    v.store(v.mul(v.load(row), v.splat(scale)), row);
-                }
-            }
-            add_bias(v, y, &bias);
         }
         y
+    }
+
+    /// Scales of the rows over all of I.
+    #[inline(always)]
+    fn row_scales(&self) -> Option<Lanes<f32>> {
+        self.expert.down_row_scales(self.panel)
+    }
+
+    /// The biases; of the parts of an expert, the one with the first slice adds them.
+    #[inline(always)]
+    fn bias(&self) -> Option<Lanes<f32>> {
+        match self.slices.start {
+            0 => self.expert.down_bias(self.panel),
+            _ => None,
+        }
     }
 
     /// The same panel; the one that follows in its slice is fetched meanwhile.
@@ -768,7 +814,7 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
 
     #[inline(always)]
     fn multiply_slice<M: Multiply>(&self, m: M, slice: usize, sums: &mut [Tile<R::Sum>]) {
-        let weights = Panel::packed(self.expert.down_panel(slice, self.panel));
+        let weights = self.expert.panel(self.expert.down_panel(slice, self.panel));
         let span = Span {
             unit: slice * self.job.geometry().down_units(),
             block: slice,
@@ -778,14 +824,17 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
 
     #[inline(always)]
     fn add_slice<V: Vector>(&self, v: V, slice: usize, sums: &[Tile<R::Sum>], y: &mut [Tile<f32>]) {
-        let rows = self.expert.down_block_scales(slice, self.panel);
-        for g in 0..self.h.len() {
-            let tokens = &self.h[g].scales[slice];
-            if slice == 0 {
-                R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
-            } else {
-                R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
-            }
+        let rows = R::DOWN_ROWS_SCALED.then(|| self.expert.down_block_scales(slice, self.panel));
+        for (g, h) in self.h.iter().enumerate() {
+            let tokens = &h.scales[slice];
+            add_block::<R, _>(
+                v,
+                slice == self.slices.start,
+                &sums[g],
+                rows.as_ref(),
+                tokens,
+                &mut y[g],
+            );
         }
     }
 }
@@ -823,25 +872,36 @@ impl<R: Recipe, O: Output> Body for Sum<'_, '_, R, O> {
     }
 }
 
-#[inline(always)]
-fn add_bias<V: Vector>(v: V, y: &mut Tile<f32>, bias: &Option<Lanes<f32>>) {
-    if let Some(bias) = bias {
-        for (row, &bias) in y.0.iter_mut().zip(bias) {
-            v.store(v.add(v.load(row), v.splat(bias)), row);
+/// Rows times their scales.
+struct RowScaled<'a> {
+    y: &'a Tile<f32>,
+    scales: &'a Option<Lanes<f32>>,
+}
+
+impl<V: Vector> LaneRows<V> for RowScaled<'_> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        let y = self.y.row(v, r);
+        match self.scales {
+            Some(scales) => v.mul(y, v.splat(scales[r])),
+            None => y,
         }
     }
 }
 
-/// The activation of 16 rows of 16 tokens.
-#[inline(always)]
-fn activate<V: Vector>(
-    v: V,
-    activation: Activation,
-    gate: &Tile<f32>,
-    up: &Tile<f32>,
-    h: &mut [Lanes<f32>; PANEL_ROWS],
-) {
-    for ((h, gate), up) in h.iter_mut().zip(&gate.0).zip(&up.0) {
-        v.store(v.activate(activation, v.load(gate), v.load(up)), h);
+/// Rows plus their biases.
+struct Biased<'a, S> {
+    rows: S,
+    bias: &'a Option<Lanes<f32>>,
+}
+
+impl<V: Vector, S: LaneRows<V>> LaneRows<V> for Biased<'_, S> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        let row = self.rows.row(v, r);
+        match self.bias {
+            Some(bias) => v.add(row, v.splat(bias[r])),
+            None => row,
+        }
     }
 }

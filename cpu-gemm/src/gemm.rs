@@ -19,7 +19,8 @@ use bytemuck::Pod;
 use half::bf16;
 
 use crate::CpuError;
-use crate::kernels::{Body, Kernel, Multiply, Panel, prefetch_share};
+use crate::engine::Compiled;
+use crate::kernels::{Body, Kernel, Multiply, Panel};
 use crate::matrix::{
     Bf16Weights, Codes, Fp8Weights, Int8Rows, Int8Scaling, Int8Weights, MatrixMut, MatrixRef,
     WeightsRef,
@@ -28,9 +29,10 @@ use crate::pool::Workers;
 use crate::product::{self, Tiles, Weights};
 use crate::recipe::{self, MAX_EXACT_K, Recipe};
 use crate::region::{Latch, Region};
+use crate::rows::{self, RowWriter};
 use crate::shared::Shared;
-use crate::tile::{Lanes, TOKENS, Tile};
-use crate::tokens::{EncodedRow, Groups, MAX_PASS, pass, row_bytes};
+use crate::tile::{Lanes, TOKENS};
+use crate::tokens::{EncodedRow, Groups, pass, row_bytes};
 use crate::validate::{disjoint_rows, same};
 use crate::vector::{FromLanes, Vector};
 use crate::workspace::{Buffer, Workspace};
@@ -55,7 +57,7 @@ pub struct GroupRange {
 
 /// Element types that D can have.
 #[expect(private_bounds, reason = "sealed")]
-pub trait Output: Pod + Send + Sync + FromLanes {
+pub trait Output: Pod + Send + Sync + FromLanes + Compiled {
     /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self;
 }
@@ -277,6 +279,7 @@ fn run<'r, R: Recipe, O: Output>(
     let tasks_a_block = panels.div_ceil(task_panels);
     let tasks = count + blocks.len() * tasks_a_block;
     let stride = d.stride;
+    let stream = rows::streams::<O>(d.rows() * d.cols());
     let job = Job::<R, O, _> {
         operands,
         blocks: &blocks,
@@ -289,6 +292,7 @@ fn run<'r, R: Recipe, O: Output>(
         shape,
         d: Shared::new(d.data),
         stride,
+        stream,
         recipe: PhantomData,
     };
     Region::run(workers, tasks, &|region| {
@@ -331,6 +335,8 @@ struct Job<'a, 'r, R, O, A> {
     shape: Shape,
     d: Shared<'a, O>,
     stride: usize,
+    /// Whether D passes the caches by.
+    stream: bool,
     recipe: PhantomData<fn() -> R>,
 }
 
@@ -348,8 +354,8 @@ struct Scratch {
     tiles: Tiles,
     /// Panels that had to be copied.
     copies: Vec<u8>,
-    /// Rows of D.
-    out: Buffer,
+    /// Parts of rows of D.
+    runs: Buffer,
 }
 
 thread_local! {
@@ -453,7 +459,12 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
             job,
             block,
             panels,
-            scratch: Scratch { tiles, copies, out },
+            scratch:
+                Scratch {
+                    tiles,
+                    copies,
+                    runs,
+                },
         } = self;
         let units = row_bytes::<R>(job.shape.k) / R::X_UNIT_BYTES;
         let panel_bytes = units * UNIT_BYTES;
@@ -474,16 +485,23 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
         let mut first = 0;
         while first < block.groups() {
             let groups = M::GROUPS.min(block.groups() - first);
-            let following = M::GROUPS.min(block.groups() - first - groups);
             // SAFETY: the groups of the block are packed.
-            let (x, next) = unsafe {
-                let pass = |first, count| pass(&job.x, block.first_group, block.rows, first, count);
-                (pass(first, groups), pass(first + groups, following))
-            };
+            let x = unsafe { pass(&job.x, block.first_group, block.rows, first, groups) };
             let x = &x[..groups];
-            let mut rows = RowBuffer::<O>::new(out, count);
+            let first_column = panels.start * PANEL_ROWS;
+            // SAFETY: blocks own their rows (validated disjoint) and tasks of one block their
+            // columns.
+            let mut rows = unsafe {
+                RowWriter::new(
+                    &job.d,
+                    (block.start + first * TOKENS) * job.stride + first_column,
+                    job.stride,
+                    (count * PANEL_ROWS).min(job.shape.n - first_column),
+                    runs,
+                    job.stream,
+                )
+            };
             for p in 0..count {
-                prefetch_share::<R, M>(&next[..following], 0..units, p, count);
                 let weights = TaskPanels {
                     b: job.operands.b,
                     scales: job.operands.scales,
@@ -501,80 +519,12 @@ impl<R: Recipe, O: Output, A> Body for Multiplication<'_, '_, '_, R, O, A> {
                 let products = product::multiply::<R, M>(m, &weights, shape, x, tiles);
                 let scales = weights.scales(0, 0);
                 for (g, x) in x.iter().enumerate() {
-                    let mut y = Tile::default();
-                    products.scaled(v, 0, g, x, &scales, &mut y);
-                    rows.put(m, p, g, x.tokens, &y);
-                }
-            }
-            let first_column = panels.start * PANEL_ROWS;
-            let columns = (count * PANEL_ROWS).min(job.shape.n - first_column);
-            for t in 0..groups * TOKENS {
-                let row = first * TOKENS + t;
-                if row < block.rows {
-                    let start = (block.start + row) * job.stride + first_column;
-                    // SAFETY: groups own their rows (validated disjoint) and tasks of one block
-                    // their columns.
-                    let d = unsafe { job.d.write(start, columns) };
-                    rows.copy_row(t, d);
+                    let scaled = products.scaled(v, 0, g, x, &scales);
+                    rows.put(v, p, g, x.tokens, &scaled);
                 }
             }
             first += groups;
         }
-    }
-}
-
-/// Results of a pass as rows of tokens.
-///
-/// A panel gives 16 columns; rows of the output lie far apart, often a power of two, so that
-/// written panel by panel they would fight for a few sets of the first-level cache.
-pub(crate) struct RowBuffer<'b, O> {
-    rows: &'b mut [O],
-    stride: usize,
-}
-
-impl<'b, O: Output> RowBuffer<'b, O> {
-    /// Room for `panels` panels of up to [`MAX_PASS`] groups.
-    #[inline(always)]
-    pub(crate) fn new(buffer: &'b mut Buffer, panels: usize) -> Self {
-        // An odd number of cache lines.
-        let stride = panels * PANEL_ROWS + 64 / size_of::<O>();
-        Self {
-            rows: buffer.take(MAX_PASS * TOKENS * stride),
-            stride,
-        }
-    }
-
-    /// Stores panel `panel` of group `group`.
-    #[inline(always)]
-    pub(crate) fn put<M: Multiply>(
-        &mut self,
-        m: M,
-        panel: usize,
-        group: usize,
-        tokens: usize,
-        y: &Tile<f32>,
-    ) {
-        let mut by_token = Tile::<f32>::default();
-        m.transpose(y.as_words(), by_token.as_words_mut());
-        let v = m.vector();
-        for t in 0..tokens {
-            let start = (group * TOKENS + t) * self.stride + panel * PANEL_ROWS;
-            let out = self.rows[start..].first_chunk_mut();
-            let out = out.expect("rows are at least as long as the panels");
-            O::from_lanes(v, v.load(&by_token.0[t]), out);
-        }
-    }
-
-    /// Copies what was stored of token `row` of the pass to `out`, one line at a time.
-    #[inline(always)]
-    pub(crate) fn copy_row(&self, row: usize, out: &mut [O]) {
-        let row: &[u8] = bytemuck::cast_slice(&self.rows[row * self.stride..][..out.len()]);
-        let out: &mut [u8] = bytemuck::cast_slice_mut(out);
-        let (lines, rest) = row.as_chunks::<64>();
-        let (out_lines, out_rest) = out.as_chunks_mut::<64>();
-        for (out, line) in out_lines.iter_mut().zip(lines) {
-            *out = *line;
-        }
-        out_rest.copy_from_slice(rest);
+        v.fence();
     }
 }

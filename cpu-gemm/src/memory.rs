@@ -37,11 +37,12 @@ impl HugeBuffer {
         // SAFETY: the layout is at least one page, so not empty.
         let start = NonNull::new(unsafe { alloc(layout) }).ok_or(refused)?;
         let buffer = Self { start, len };
-        advise_huge(start, layout.size());
-        // SAFETY: the allocation has `len` bytes, and uninitialised is what they are.
-        let bytes = unsafe {
-            std::slice::from_raw_parts_mut(start.as_ptr().cast::<MaybeUninit<u8>>(), len)
+        // SAFETY: the allocation has as many bytes, and uninitialised is what they are.
+        let pages = unsafe {
+            std::slice::from_raw_parts_mut(start.as_ptr().cast::<MaybeUninit<u8>>(), layout.size())
         };
+        advise_huge(pages);
+        let bytes = &mut pages[..len];
         for_chunks(workers, bytes, HUGE_PAGE, |_, chunk| {
             chunk.fill(MaybeUninit::new(0));
         })?;
@@ -55,14 +56,20 @@ impl HugeBuffer {
     }
 }
 
+/// Asks for huge pages for the whole ones in `memory`, which should not have been touched yet.
 #[cfg(target_os = "linux")]
-fn advise_huge(start: NonNull<u8>, size: usize) {
-    // SAFETY: the range is one allocation in whole pages. Advice: a refusal changes nothing.
-    unsafe { libc::madvise(start.as_ptr().cast(), size, libc::MADV_HUGEPAGE) };
+pub(crate) fn advise_huge<T>(memory: &mut [T]) {
+    let skipped = memory.as_ptr().cast::<u8>().align_offset(HUGE_PAGE);
+    let size = size_of_val(memory).saturating_sub(skipped) / HUGE_PAGE * HUGE_PAGE;
+    if size > 0 {
+        let start = memory.as_mut_ptr().cast::<u8>().wrapping_add(skipped);
+        // SAFETY: whole pages inside one allocation. Advice: a refusal changes nothing.
+        unsafe { libc::madvise(start.cast(), size, libc::MADV_HUGEPAGE) };
+    }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn advise_huge(_: NonNull<u8>, _: usize) {}
+pub(crate) fn advise_huge<T>(_: &mut [T]) {}
 
 impl Drop for HugeBuffer {
     fn drop(&mut self) {

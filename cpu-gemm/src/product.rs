@@ -1,9 +1,9 @@
 //! Several panels times the groups of one pass.
 
 use crate::kernels::{Group, Multiply, Panel, Span};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, add_block};
 use crate::tile::{Lanes, Tile};
-use crate::vector::Vector;
+use crate::vector::{LaneRows, Vector};
 
 /// Consecutive panels of weights. Implement the methods with `#[inline(always)]`.
 pub(crate) trait Weights {
@@ -62,23 +62,49 @@ pub(crate) struct Products<'t, R: Recipe> {
 }
 
 impl<R: Recipe> Products<'_, R> {
-    /// The scaled product of panel `p` and group `g`; `x` is that group, `rows` the panel's scales if
-    /// K is one block.
+    /// The scaled product of panel `p` and group `g`; `x` is that group, `rows` the panel's scales
+    /// if K is one block.
     #[inline(always)]
-    pub(crate) fn scaled<V: Vector>(
-        &self,
+    pub(crate) fn scaled<'p, V: Vector>(
+        &'p self,
         v: V,
         p: usize,
         g: usize,
         x: &Group<'_>,
-        rows: &Lanes<f32>,
-        out: &mut Tile<f32>,
-    ) {
+        rows: &'p Lanes<f32>,
+    ) -> Scaled<'p, R, V> {
         let i = p * self.groups + g;
-        if R::BLOCKED_X {
-            *out = self.y[i];
-        } else {
-            R::scale(v, &self.sums[i], rows, &x.scales[0], out);
+        match R::BLOCKED_X {
+            true => Scaled::Done(&self.y[i]),
+            false => Scaled::Sums {
+                sums: &self.sums[i],
+                rows,
+                tokens: v.load(&x.scales[0]),
+            },
+        }
+    }
+}
+
+/// A product with its scales.
+pub(crate) enum Scaled<'p, R: Recipe, V: Vector> {
+    /// Scaled block by block.
+    Done(&'p Tile<f32>),
+    /// To be scaled.
+    Sums {
+        sums: &'p Tile<R::Sum>,
+        rows: &'p Lanes<f32>,
+        tokens: V::F,
+    },
+}
+
+impl<R: Recipe, V: Vector> LaneRows<V> for Scaled<'_, R, V> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        match self {
+            Self::Done(y) => y.row(v, r),
+            Self::Sums { sums, rows, tokens } => {
+                R::first(v, &sums.0[r], R::scale(v, *tokens, rows[r]))
+            }
         }
     }
 }
@@ -127,11 +153,7 @@ pub(crate) fn multiply<'t, R: Recipe, M: Multiply>(
                 let rows = weights.scales(p, block);
                 for g in 0..groups {
                     let tokens = &x[g].scales[block];
-                    if block == 0 {
-                        R::scale(v, &sums[g], &rows, tokens, &mut y[g]);
-                    } else {
-                        R::add_block(v, &sums[g], &rows, tokens, &mut y[g]);
-                    }
+                    add_block::<R, _>(v, block == 0, &sums[g], Some(&rows), tokens, &mut y[g]);
                 }
             }
         }

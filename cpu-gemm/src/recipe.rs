@@ -7,12 +7,14 @@
 //! the block. For the product with h the blocks are the slices of I, for the one with x they
 //! are what one scale covers: all of K, or 128 of it.
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use asym_gemm_formats::bank::{SLICE, UNIT_ROW_BYTES};
+use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
 use asym_gemm_formats::{bf16, int8};
 use bytemuck::Pod;
 
+use crate::kernels::fp4::Fp4;
 use crate::kernels::{Group, Multiply, Panel, Products, Span};
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::vector::{Vector, VectorMath};
@@ -30,6 +32,8 @@ pub(crate) trait Recipe {
     const BLOCKED_X: bool;
     /// Whether the slices of h are blocks with scales of their own; else I is one block.
     const BLOCKED_H: bool;
+    /// Whether down has a scale for each weight row and slice.
+    const DOWN_ROWS_SCALED: bool;
     /// Whether sums are integers, the same on every instruction set.
     const EXACT: bool;
     /// Bytes of an activation row that meet one unit of weights.
@@ -74,23 +78,42 @@ pub(crate) trait Recipe {
         sums: Products<'_, Self::Sum>,
     );
 
-    /// y = the first block's sums, scaled for each weight row and each token.
-    fn scale<V: Vector>(
-        v: V,
-        sums: &Tile<Self::Sum>,
-        rows: &Lanes<f32>,
-        tokens: &Lanes<f32>,
-        y: &mut Tile<f32>,
-    );
+    /// The scale of 16 tokens in a weight row.
+    fn scale<V: Vector>(v: V, tokens: V::F, row: f32) -> V::F;
 
-    /// y += a later block's sums, scaled likewise.
-    fn add_block<V: Vector>(
-        v: V,
-        sums: &Tile<Self::Sum>,
-        rows: &Lanes<f32>,
-        tokens: &Lanes<f32>,
-        y: &mut Tile<f32>,
-    );
+    /// Sums of one weight row in the first block, scaled.
+    fn first<V: Vector>(v: V, sums: &Lanes<Self::Sum>, scale: V::F) -> V::F;
+
+    /// y plus the scaled sums of a later block.
+    fn add<V: Vector>(v: V, sums: &Lanes<Self::Sum>, scale: V::F, y: V::F) -> V::F;
+}
+
+/// Scales one block of a tile and adds it to `y`, or writes it there if it is the first. Without
+/// `rows` the weight rows have no scales.
+#[inline(always)]
+pub(crate) fn add_block<R: Recipe, V: Vector>(
+    v: V,
+    first: bool,
+    sums: &Tile<R::Sum>,
+    rows: Option<&Lanes<f32>>,
+    tokens: &Lanes<f32>,
+    y: &mut Tile<f32>,
+) {
+    let tokens = v.load(tokens);
+    for r in 0..PANEL_ROWS {
+        let scale = match rows {
+            Some(rows) => R::scale(v, tokens, rows[r]),
+            None => tokens,
+        };
+        let (sums, y) = (&sums.0[r], &mut y.0[r]);
+        v.store(
+            match first {
+                true => R::first(v, sums, scale),
+                false => R::add(v, sums, scale, v.load(y)),
+            },
+            y,
+        );
+    }
 }
 
 /// bf16 weights and activations, f32 sums.
@@ -101,6 +124,7 @@ impl Recipe for Bf16 {
     type Sum = f32;
     const BLOCKED_X: bool = false;
     const BLOCKED_H: bool = false;
+    const DOWN_ROWS_SCALED: bool = false;
     const EXACT: bool = false;
 
     #[inline(always)]
@@ -148,27 +172,18 @@ impl Recipe for Bf16 {
     }
 
     #[inline(always)]
-    fn scale<V: Vector>(
-        _v: V,
-        sums: &Tile<f32>,
-        _rows: &Lanes<f32>,
-        _tokens: &Lanes<f32>,
-        y: &mut Tile<f32>,
-    ) {
-        *y = *sums;
+    fn scale<V: Vector>(_v: V, tokens: V::F, _row: f32) -> V::F {
+        tokens
     }
 
     #[inline(always)]
-    fn add_block<V: Vector>(
-        v: V,
-        sums: &Tile<f32>,
-        _rows: &Lanes<f32>,
-        _tokens: &Lanes<f32>,
-        y: &mut Tile<f32>,
-    ) {
-        for (y, sums) in y.0.iter_mut().zip(&sums.0) {
-            v.store(v.add(v.load(y), v.load(sums)), y);
-        }
+    fn first<V: Vector>(v: V, sums: &Lanes<f32>, _scale: V::F) -> V::F {
+        v.load(sums)
+    }
+
+    #[inline(always)]
+    fn add<V: Vector>(v: V, sums: &Lanes<f32>, _scale: V::F, y: V::F) -> V::F {
+        v.add(y, v.load(sums))
     }
 }
 
@@ -183,6 +198,7 @@ impl Recipe for Fp8 {
     type Sum = f32;
     const BLOCKED_X: bool = true;
     const BLOCKED_H: bool = true;
+    const DOWN_ROWS_SCALED: bool = true;
     const EXACT: bool = false;
     const X_UNIT_BYTES: usize = 2 * UNIT_ROW_BYTES;
 
@@ -221,29 +237,83 @@ impl Recipe for Fp8 {
     }
 
     #[inline(always)]
-    fn scale<V: Vector>(
-        v: V,
-        sums: &Tile<f32>,
-        rows: &Lanes<f32>,
-        _tokens: &Lanes<f32>,
-        y: &mut Tile<f32>,
-    ) {
-        for ((y, sums), &scale) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-            v.store(v.mul(v.load(sums), v.splat(scale)), y);
-        }
+    fn scale<V: Vector>(v: V, _tokens: V::F, row: f32) -> V::F {
+        v.splat(row)
     }
 
     #[inline(always)]
-    fn add_block<V: Vector>(
+    fn first<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F) -> V::F {
+        v.mul(v.load(sums), scale)
+    }
+
+    #[inline(always)]
+    fn add<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F, y: V::F) -> V::F {
+        v.fma(v.load(sums), scale, y)
+    }
+}
+
+/// fp4 weights, bf16 activations, f32 sums inside a block of 128 of K.
+///
+/// As [`Fp8`], with the scales of 16 or 32 columns expanded into the bf16 values. What is scaled
+/// after a block is the scale of the whole matrix.
+pub(crate) struct Expanding<F>(PhantomData<F>);
+
+impl<F: Fp4> Recipe for Expanding<F> {
+    type Code = u16;
+    type Sum = f32;
+    const BLOCKED_X: bool = true;
+    const BLOCKED_H: bool = true;
+    const DOWN_ROWS_SCALED: bool = true;
+    const EXACT: bool = false;
+    const X_UNIT_BYTES: usize = Fp8::X_UNIT_BYTES;
+
+    #[inline(always)]
+    fn encode<V: Vector>(v: V, x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        Bf16::encode(v, x, codes, scales, sums);
+    }
+
+    #[inline(always)]
+    fn encode_hidden<V: Vector>(
         v: V,
-        sums: &Tile<f32>,
-        rows: &Lanes<f32>,
-        _tokens: &Lanes<f32>,
-        y: &mut Tile<f32>,
+        h: &[Lanes<f32>],
+        words: &mut [Lanes<u32>],
+        scales: &mut Lanes<f32>,
+        sums: &mut Lanes<i32>,
     ) {
-        for ((y, sums), &scale) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-            v.store(v.fma(v.load(sums), v.splat(scale), v.load(y)), y);
-        }
+        Bf16::encode_hidden(v, h, words, scales, sums);
+    }
+
+    #[inline(always)]
+    fn multiply<M: Multiply>(
+        m: M,
+        panel: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        sums: Products<'_, f32>,
+    ) {
+        assert_eq!(panel.total_units(), 1, "a block of K is one unit");
+        let mut expanded = MaybeUninit::uninit();
+        let expanded = m.expand_fp4::<F>(panel, &mut expanded);
+        let span = Span {
+            unit: 2 * span.unit,
+            ..span
+        };
+        m.bf16(expanded.panel(), x, span, sums);
+    }
+
+    #[inline(always)]
+    fn scale<V: Vector>(v: V, tokens: V::F, row: f32) -> V::F {
+        Fp8::scale(v, tokens, row)
+    }
+
+    #[inline(always)]
+    fn first<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F) -> V::F {
+        Fp8::first(v, sums, scale)
+    }
+
+    #[inline(always)]
+    fn add<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F, y: V::F) -> V::F {
+        Fp8::add(v, sums, scale, y)
     }
 }
 
@@ -323,27 +393,6 @@ fn quantise_hidden<V: Vector>(
     v.store_int(sum, bytemuck::cast_mut(sums));
 }
 
-/// y = sum * (token scale * row scale), or that added to y with one rounding.
-#[inline(always)]
-fn scale_int8<V: Vector, const ADD: bool>(
-    v: V,
-    sums: &Tile<i32>,
-    rows: &Lanes<f32>,
-    tokens: &Lanes<f32>,
-    y: &mut Tile<f32>,
-) {
-    let tokens = v.load(tokens);
-    for ((y, sums), &row) in y.0.iter_mut().zip(&sums.0).zip(rows) {
-        let sum = v.to_float(v.load_int(sums));
-        let scale = v.mul(tokens, v.splat(row));
-        let scaled = match ADD {
-            true => v.fma(sum, scale, v.load(y)),
-            false => v.mul(sum, scale),
-        };
-        v.store(scaled, y);
-    }
-}
-
 /// int8 with one scale a row.
 pub(crate) struct PerRow;
 
@@ -358,6 +407,7 @@ macro_rules! int8_recipe {
             type Sum = i32;
             const BLOCKED_X: bool = $blocked;
             const BLOCKED_H: bool = true;
+            const DOWN_ROWS_SCALED: bool = $blocked;
             const EXACT: bool = true;
 
             #[inline(always)]
@@ -402,25 +452,18 @@ macro_rules! int8_recipe {
             }
 
             #[inline(always)]
-            fn scale<V: Vector>(
-                v: V,
-                sums: &Tile<i32>,
-                rows: &Lanes<f32>,
-                tokens: &Lanes<f32>,
-                y: &mut Tile<f32>,
-            ) {
-                scale_int8::<V, false>(v, sums, rows, tokens, y);
+            fn scale<V: Vector>(v: V, tokens: V::F, row: f32) -> V::F {
+                v.mul(tokens, v.splat(row))
             }
 
             #[inline(always)]
-            fn add_block<V: Vector>(
-                v: V,
-                sums: &Tile<i32>,
-                rows: &Lanes<f32>,
-                tokens: &Lanes<f32>,
-                y: &mut Tile<f32>,
-            ) {
-                scale_int8::<V, true>(v, sums, rows, tokens, y);
+            fn first<V: Vector>(v: V, sums: &Lanes<i32>, scale: V::F) -> V::F {
+                v.mul(v.to_float(v.load_int(sums)), scale)
+            }
+
+            #[inline(always)]
+            fn add<V: Vector>(v: V, sums: &Lanes<i32>, scale: V::F, y: V::F) -> V::F {
+                v.fma(v.to_float(v.load_int(sums)), scale, y)
             }
         }
     };

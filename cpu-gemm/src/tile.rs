@@ -28,18 +28,6 @@ unsafe impl<T: Zeroable> Zeroable for Tile<T> {}
 // SAFETY: an array of 256 `T`, whose size is a multiple of the alignment: no padding.
 unsafe impl<T: Pod> Pod for Tile<T> {}
 
-impl<T: Copy> Tile<T> {
-    /// Rows become columns of `out`.
-    #[inline(always)]
-    pub(crate) fn transpose_into(&self, out: &mut Self) {
-        for r in 0..PANEL_ROWS {
-            for t in 0..TOKENS {
-                out.0[r][t] = self.0[t][r];
-            }
-        }
-    }
-}
-
 impl Tile<f32> {
     /// The same bits as words.
     #[inline(always)]

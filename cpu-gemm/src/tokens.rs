@@ -8,7 +8,7 @@ use crate::kernels::{Group, Multiply, TokenLayout};
 use crate::recipe::Recipe;
 use crate::shared::Shared;
 use crate::tile::{Lanes, TOKENS, Tile};
-use crate::vector::Vector;
+use crate::vector::{Vector, VectorMath};
 use crate::workspace::{Buffer, GroupBuffers};
 
 /// Rows of activations [T, H] as the caller holds them.
@@ -237,6 +237,8 @@ impl<'a> Groups<'a> {
                         sums[t] = sum;
                     }
                 }
+                // Products of tiles need none.
+                None if M::LAYOUT == TokenLayout::Tiles => {}
                 None => {
                     let span = if self.blocks == 1 {
                         row.codes.len().max(1)
@@ -258,15 +260,32 @@ impl<'a> Groups<'a> {
                 }
             }
             TokenLayout::Tiles => {
-                const TILE_BYTES: usize = size_of::<Tile<u32>>();
-                for (i, out) in bytes.chunks_exact_mut(TILE_BYTES).enumerate() {
-                    let start = i * LINE;
+                let v = m.vector();
+                let (tiles, _) = bytes.as_chunks_mut::<{ size_of::<Tile<u32>>() }>();
+                // As long as all have a whole line: from the rows to the tile in registers.
+                let lines = rows[..tokens].iter().map(|row| row.len() / LINE);
+                let shared = lines.min().unwrap_or(0);
+                let (whole, rest) = tiles.split_at_mut(shared);
+                for (i, out) in whole.iter_mut().enumerate() {
+                    let mut lines = [v.splat_int(0); TOKENS];
+                    for (words, row) in lines.iter_mut().zip(&rows[..tokens]) {
+                        let line: Lanes<i32> =
+                            bytemuck::pod_read_unaligned(&row[i * LINE..][..LINE]);
+                        *words = v.load_int(&line);
+                    }
+                    let (out, _) = out.as_chunks_mut::<LINE>();
+                    for (words, out) in v.transpose(lines).into_iter().zip(out) {
+                        v.store_int(words, bytemuck::cast_mut(out));
+                    }
+                }
+                for (i, out) in rest.iter_mut().enumerate() {
+                    let start = (shared + i) * LINE;
                     let mut tile = Tile::<u32>::default();
                     for (row, words) in rows.iter().zip(&mut tile.0) {
                         copy_words(row.get(start..).unwrap_or(&[]), words);
                     }
                     let mut by_word = Tile::default();
-                    m.transpose(&tile, &mut by_word);
+                    v.transpose_tile(&tile, &mut by_word);
                     out.copy_from_slice(bytemuck::bytes_of(&by_word));
                 }
             }
@@ -305,7 +324,7 @@ impl<'a> Groups<'a> {
             TokenLayout::Rows => {
                 for (i, words) in words.as_chunks::<PANEL_ROWS>().0.iter().enumerate() {
                     let mut by_token = Tile::default();
-                    m.transpose(&Tile(*words), &mut by_token);
+                    m.vector().transpose_tile(&Tile(*words), &mut by_token);
                     for (t, words) in by_token.0.iter().enumerate() {
                         let start = start + t * self.row_bytes + slice * slice_bytes + i * LINE;
                         // SAFETY: as above.

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytemuck::{Pod, Zeroable};
 
+use crate::memory::advise_huge;
 use crate::pool::Process;
 
 /// One cache line.
@@ -23,9 +24,11 @@ impl Buffer {
         }
         let lines = (len * size_of::<T>()).div_ceil(size_of::<Line>());
         if self.0.len() < lines {
-            // Not `resize`: nothing of the old contents needs copying. Zero pages come unmapped.
+            // Not `resize`: nothing of the old contents needs copying. Zero pages come unmapped, so
+            // that it is not too late to ask for huge ones.
             self.0 = Vec::new();
-            self.0 = vec![Line::zeroed(); lines];
+            self.0 = bytemuck::allocation::zeroed_vec(lines);
+            advise_huge(&mut self.0);
         }
         &mut bytemuck::cast_slice_mut(&mut self.0)[..len]
     }

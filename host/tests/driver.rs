@@ -3,129 +3,19 @@
 //! loads the driver once.
 #![cfg(feature = "cuda")]
 
-use std::env;
+mod fake;
+
 use std::ffi::c_void;
-use std::path::PathBuf;
-use std::process::Command;
 use std::ptr;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use asym_gemm::driver::{
     self, DeviceBuffer, DriverError, Event, Gpu, KernelModule, L2Promotion, LIBRARY_VARIABLE,
     LaunchConfig, PinnedBuffer, Stream, TensorElement, TensorMap, TensorMapDesc,
 };
+use fake::{Fake, Knob, isolated, with_fake_driver, with_fake_driver_and};
 
-const CHILD: &str = "ASYM_GEMM_TEST_CHILD";
-
-/// Runs `body` in a fresh process of this test program with the given environment.
-fn isolated(test: &str, environment: &[(&str, &str)], body: fn()) {
-    if env::var(CHILD).is_ok_and(|name| name == test) {
-        return body();
-    }
-    let program = env::current_exe().expect("a test program");
-    let output = Command::new(program)
-        .args([test, "--exact", "--nocapture"])
-        .env(CHILD, test)
-        .envs(environment.iter().copied())
-        .output()
-        .expect("the test program runs");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-}
-
-/// Runs `body` with the fake driver; where no rustc can build it (a bundle on a machine
-/// without Rust), says so.
-fn with_fake_driver(test: &str, body: fn()) {
-    with_fake_driver_and(test, &[], body);
-}
-
-/// As [`with_fake_driver`] with more environment.
-fn with_fake_driver_and(test: &str, environment: &[(&str, &str)], body: fn()) {
-    if env::var(CHILD).is_err() && Command::new(rustc()).arg("--version").output().is_err() {
-        // Straight to the stream: libtest captures the print macros.
-        let line = format!("SKIP {test}: no rustc to build the fake driver with\n");
-        std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes()).expect("stderr");
-        return;
-    }
-    let library = [(LIBRARY_VARIABLE, fake_library())];
-    isolated(test, &[&library, environment].concat(), body);
-}
-
-fn rustc() -> std::ffi::OsString {
-    env::var_os("RUSTC").unwrap_or("rustc".into())
-}
-
-/// Builds the fake driver once.
-fn fake_library() -> &'static str {
-    if env::var(CHILD).is_ok() {
-        return "";
-    }
-    static PATH: OnceLock<String> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let output = PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
-            .join(format!("libfakecuda-{}.so", std::process::id()));
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake_libcuda/lib.rs");
-        let status = Command::new(rustc())
-            .args(["--edition", "2024", "--crate-type", "cdylib", "-o"])
-            .arg(&output)
-            .arg(source)
-            .status()
-            .expect("rustc runs");
-        assert!(status.success(), "the fake driver does not build");
-        output.to_str().expect("a plain path").to_owned()
-    })
-}
-
-#[derive(Clone, Copy)]
-enum Knob {
-    LiveObjects,
-    RefuseAllocation,
-    RefuseRegister,
-    RefuseHostAlloc,
-    Retained,
-    LaunchSum,
-    FloatBits,
-    Capturing,
-    ModulesLoaded,
-    SharedLimit,
-    CallsAfterFork,
-}
-
-/// The fake driver's side door.
-struct Fake {
-    library: libloading::Library,
-}
-
-impl Fake {
-    fn open() -> Self {
-        let path = env::var_os(LIBRARY_VARIABLE).expect("set by the parent");
-        // SAFETY: our own library; its initialisers do nothing.
-        let library = unsafe { libloading::Library::new(path) }.expect("just built");
-        Self { library }
-    }
-
-    fn get(&self, knob: Knob) -> i64 {
-        // SAFETY: the fake defines fake_get with this type.
-        unsafe {
-            let call: libloading::Symbol<'_, extern "C" fn(usize) -> i64> =
-                self.library.get(b"fake_get").expect("defined");
-            call(knob as usize)
-        }
-    }
-
-    fn set(&self, knob: Knob, value: i64) {
-        // SAFETY: the fake defines fake_set with this type.
-        unsafe {
-            let call: libloading::Symbol<'_, extern "C" fn(usize, i64)> =
-                self.library.get(b"fake_set").expect("defined");
-            call(knob as usize, value);
-        }
-    }
-}
+const FAKE_DRIVER: &str = "before_12";
 
 const MAP: TensorMapDesc<'static> = TensorMapDesc {
     element: TensorElement::Bf16,

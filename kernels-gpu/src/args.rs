@@ -147,7 +147,7 @@ pub struct GemmArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PackRowsArgs {
-    /// f32 [T, hidden], rows `x_stride` apart.
+    /// f32 or bf16 [T, hidden], rows `x_stride` apart.
     pub x: u64,
     /// i32 `[rows]`.
     pub source: u64,
@@ -161,6 +161,39 @@ pub struct PackRowsArgs {
     pub hidden: u32,
     /// Columns written (the rest zero); a multiple of 16.
     pub padded: u32,
+    /// Whether x is bf16: 0 or 1.
+    pub x_bf16: u32,
+    /// Fills the struct to a multiple of 8 bytes.
+    pub reserved: u32,
+}
+
+/// Groups the slots of a few tokens by expert on the device, for work that is recorded once and
+/// run with other routings.
+///
+/// Slots take rows in the order of their experts, slots of one expert in their own order; skipped
+/// slots take the last rows, which belong to nobody.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct GroupRowsArgs {
+    /// i32 [T, top_k]: experts; −1, or any other number that is no expert, skips the slot.
+    pub ids: u64,
+    /// i32 `[T * top_k]`: the token of each row, −1 for a row of nobody.
+    pub source: u64,
+    /// i32 [T, top_k]: the row of each slot, −1 for a skipped one.
+    pub output_index: u64,
+    /// `[Group; T * top_k]`: an entry for each row; an expert's first row has its group, the
+    /// other entries are empty.
+    pub groups: u64,
+    /// u32: becomes 1 if an id is neither −1 nor an expert.
+    pub status: u64,
+    /// Slots, T * top_k; at most 1024.
+    pub slots: u32,
+    /// Slots of a token.
+    pub top_k: u32,
+    /// Number of experts.
+    pub experts: u32,
+    /// Fills the struct to a multiple of 8 bytes.
+    pub reserved: u32,
 }
 
 /// h = act(gate, up) for the packed rows of a chunk of experts.
@@ -188,7 +221,8 @@ pub struct ActivateArgs {
     pub reserved: u32,
 }
 
-/// `out[t]` = sum over slots of weight * `y[row]`, then the shared expert's row.
+/// `out[t]` = sum over slots of weight * `y[row]`, then the partial sums made elsewhere, then the
+/// shared expert's row; rounded once.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CombineArgs {
@@ -198,16 +232,25 @@ pub struct CombineArgs {
     pub output_index: u64,
     /// f32 [T, top_k].
     pub weights: u64,
+    /// f32 [partial_count, T, hidden]: weighted sums of other devices, added in this order; may
+    /// be host memory.
+    pub partials: u64,
+    /// Elements from one partial sum to the next.
+    pub partial_stride: u64,
     /// f32 [T, hidden] of the shared expert, or 0.
     pub shared: u64,
     /// f32 `[T]`: the shared expert's weight for each token; used with `shared`.
     pub shared_weights: u64,
-    /// f32 [T, hidden].
+    /// f32 or bf16 [T, hidden]; may be host memory.
     pub out: u64,
     /// Columns.
     pub hidden: u32,
     /// Slots of a token.
     pub top_k: u32,
+    /// Number of partial sums.
+    pub partial_count: u32,
+    /// Whether `out` is bf16: 0 or 1.
+    pub out_bf16: u32,
 }
 
 /// Reads a buffer and does nothing with it: the rate of reads by the SMs.

@@ -116,11 +116,31 @@ impl Model {
             }
             _ => {
                 let want = self.reference().int8(format, x, case);
-                bits_equal(&name, &out, &want, self.hidden)
-                    .unwrap_or_else(|mismatch| panic!("{mismatch}"));
+                if backend == Backend::Both {
+                    // Each side sums its own slots, and then both are added.
+                    nearly_equal(&name, &out, &want, self.hidden);
+                } else {
+                    bits_equal(&name, &out, &want, self.hidden)
+                        .unwrap_or_else(|mismatch| panic!("{mismatch}"));
+                }
             }
         }
         out
+    }
+}
+
+/// Equal but for the order of a few f32 additions, whose terms are about as large as the largest
+/// sum of the token.
+fn nearly_equal(name: &str, got: &[f32], want: &[f32], hidden: usize) {
+    let tokens = got.chunks(hidden).zip(want.chunks(hidden));
+    for (token, (got, want)) in tokens.enumerate() {
+        let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+        for (column, (got, want)) in got.iter().zip(want).enumerate() {
+            assert!(
+                (got - want).abs() <= 16.0 * f32::EPSILON * largest,
+                "{name}: token {token}, column {column}: {got}, expected {want}"
+            );
+        }
     }
 }
 
@@ -186,7 +206,7 @@ fn every_routing_and_transfer() {
                         let name = format!("{kind:?} T={tokens} {transfer}");
                         for backend in [Backend::Gpu, Backend::Both] {
                             let first = model.check(&name, &mut block, format, &case, &x, backend);
-                            block.gpu_mut().unwrap().poison_scratch().unwrap();
+                            block.poison_scratch().unwrap();
                             let again = block
                                 .forward_routed(&x, &routing(&case), backend)
                                 .unwrap()
@@ -358,7 +378,7 @@ fn what_cannot_be_done_is_an_error() {
     let plain = ExpertBank::plain(geometry, |e| Source(&model.experts[e]), || {}).unwrap();
     let mut block = MoeBlock::from_parts(parts(plain), engine()).unwrap();
     assert!(matches!(
-        block.attach_gpu(&gpu, Transfer::Auto, None),
+        block.attach_gpu(&gpu, Transfer::Direct, None),
         Err(MoeError::Backend { backend: "gpu", .. })
     ));
     assert!(matches!(

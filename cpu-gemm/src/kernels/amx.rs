@@ -22,7 +22,9 @@
 use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::{UNIT_BYTES, UNIT_ROW_BYTES};
+use bytemuck::{AnyBitPattern, NoUninit};
 
+use super::fp4::Fp4;
 use super::portable::Portable;
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{TOKENS, Tile};
@@ -31,21 +33,14 @@ use crate::vector::{PlainVector, Vector};
 /// Most groups of one product.
 const MAX_GROUPS: usize = 3;
 
-/// The operands of one product, as the instruction sequence reads them.
-#[repr(C)]
-pub(crate) struct TileArgs {
+/// What a unit of weights is multiplied with.
+#[derive(Clone, Copy)]
+pub(crate) struct Step {
+    /// 16 rows of 128 bytes.
     weights: *const u8,
     row_stride: usize,
-    unit_stride: usize,
-    /// Units of a run.
-    units: usize,
-    runs: usize,
-    /// Bytes from the end of a run to the start of the next (modulo 2^64).
-    run_gap: usize,
-    /// Tiles of each group.
+    /// Two tiles of each group; of groups that do not take part, anything.
     x: [*const u8; MAX_GROUPS],
-    /// A tile for each group.
-    out: *mut u8,
     /// Bytes from a load of weights to its prefetch; 0 for none, if the weights are in the cache.
     prefetch: usize,
 }
@@ -55,55 +50,106 @@ pub(crate) trait TileUnit: Copy {
     /// Arithmetic on lanes.
     type Vector: Vector;
 
+    /// The registers that hold the sums of up to three groups.
+    type Sums;
+
     /// A value of it.
     fn vector(self) -> Self::Vector;
 
-    /// i8 products into i32 tiles for `groups` groups.
-    ///
-    /// # Safety
-    /// All pointers of `args` are valid for what the counts and strides say.
-    unsafe fn s8(self, args: &TileArgs, groups: usize);
+    /// Sums of `G` groups, zero.
+    fn zero<const G: usize>(self) -> Self::Sums;
 
-    /// bf16 products into f32 tiles.
+    /// Adds the i8 products of one unit to the i32 sums of `G` groups.
     ///
     /// # Safety
-    /// As [`TileUnit::s8`].
-    unsafe fn bf16(self, args: &TileArgs, groups: usize);
+    /// The weights and the tiles of `G` groups are valid to read.
+    unsafe fn add_s8<const G: usize>(self, sums: &mut Self::Sums, step: Step);
+
+    /// Adds bf16 products to f32 sums.
+    ///
+    /// # Safety
+    /// As [`TileUnit::add_s8`].
+    unsafe fn add_bf16<const G: usize>(self, sums: &mut Self::Sums, step: Step);
+
+    /// Writes the sums of `G` groups.
+    ///
+    /// # Safety
+    /// `out` is valid for `G` tiles, which nothing else refers to.
+    unsafe fn store<const G: usize>(self, sums: &Self::Sums, out: *mut Tile<u32>);
 
     /// As [`Multiply::expand_e4m3`].
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
 
-    /// Rows become columns of `out`.
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>);
+    /// As [`Multiply::expand_fp4`].
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded;
 }
 
 /// [`Multiply`] by tile products.
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles<U>(pub(crate) U);
 
-impl<U> Tiles<U> {
+impl<U: TileUnit> Tiles<U> {
+    /// Adds all units of `w` by `add` and writes the sums to `out`.
     #[inline(always)]
-    fn args<T>(w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, T>) -> TileArgs {
-        assert!(!x.is_empty() && x.len() <= MAX_GROUPS && x.len() <= out.len());
-        assert!(w.total_units() > 0);
+    fn product<const G: usize, T: NoUninit + AnyBitPattern>(
+        self,
+        w: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        out: Products<'_, T>,
+        add: impl Fn(&mut U::Sums, Step),
+    ) {
+        let out: &mut [Tile<T>; G] = out.first_chunk_mut().expect("a tile for each group");
         let mut tiles = [std::ptr::null(); MAX_GROUPS];
-        for (tiles, x) in tiles.iter_mut().zip(x) {
+        for (tiles, x) in tiles.iter_mut().zip(&x[..G]) {
             let start = span.unit * UNIT_BYTES;
-            // The bound that makes the reads of the product valid.
+            // The bound that makes the reads of the products valid.
             *tiles = x.bytes[start..][..w.total_units() * UNIT_BYTES].as_ptr();
         }
-        TileArgs {
+        let mut step = Step {
             weights: w.as_ptr(),
             row_stride: w.row_stride(),
-            unit_stride: w.unit_stride(),
-            units: w.units(),
-            runs: w.run_count(),
-            run_gap: w.run_stride().wrapping_sub(w.units() * w.unit_stride()),
             x: tiles,
-            out: out.as_mut_ptr().cast(),
             prefetch: w.prefetch(),
+        };
+        let mut sums = self.0.zero::<G>();
+        for run in 0..w.run_count() {
+            step.weights = w.as_ptr().wrapping_add(run * w.run_stride());
+            for _ in 0..w.units() {
+                add(&mut sums, step);
+                step.weights = step.weights.wrapping_add(w.unit_stride());
+                step.x = step.x.map(|x| x.wrapping_add(UNIT_BYTES));
+            }
         }
+        // SAFETY: `out` are as many tiles of 32-bit values, borrowed for this call.
+        unsafe { self.0.store::<G>(&sums, out.as_mut_ptr().cast()) }
     }
+}
+
+/// Calls `$self.product::<G, _>(..)` with the number of groups as a constant; `$add` is the method
+/// that adds a unit.
+macro_rules! product {
+    ($self:ident.$add:ident, $w:ident, $x:ident, $span:ident, $out:ident) => {{
+        macro_rules! of {
+            ($groups:literal) => {
+                $self.product::<$groups, _>($w, $x, $span, $out, |sums, step| {
+                    // SAFETY: `Panel` checked that its last row lies inside its bytes, `product` did
+                    // the same for the tiles of the groups.
+                    unsafe { $self.0.$add::<$groups>(sums, step) }
+                })
+            };
+        }
+        match $x.len() {
+            1 => of!(1),
+            2 => of!(2),
+            3 => of!(3),
+            groups => panic!("{groups} groups in a product of tiles"),
+        }
+    }};
 }
 
 impl<U: TileUnit> Multiply for Tiles<U> {
@@ -119,17 +165,12 @@ impl<U: TileUnit> Multiply for Tiles<U> {
 
     #[inline(always)]
     fn s8(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, i32>) {
-        let args = Self::args(w, x, span, out);
-        // SAFETY: `Panel` checked that its last row lies inside its bytes, `args` did the same for
-        // the groups and counted the tiles of `out`.
-        unsafe { self.0.s8(&args, x.len()) }
+        product!(self.add_s8, w, x, span, out);
     }
 
     #[inline(always)]
     fn bf16(self, w: Panel<'_>, x: &[Group<'_>], span: Span, out: Products<'_, f32>) {
-        let args = Self::args(w, x, span, out);
-        // SAFETY: as in `s8`.
-        unsafe { self.0.bf16(&args, x.len()) }
+        product!(self.add_bf16, w, x, span, out);
     }
 
     #[inline(always)]
@@ -138,8 +179,12 @@ impl<U: TileUnit> Multiply for Tiles<U> {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
-        self.0.transpose(tile, out);
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        self.0.expand_fp4::<F>(panel, out)
     }
 }
 
@@ -148,99 +193,84 @@ impl<U: TileUnit> Multiply for Tiles<U> {
 pub(crate) struct Emulated;
 
 impl Emulated {
-    /// Calls `multiply(row, word of W, token, word of x, group)` for all products in the order of the
-    /// instructions.
+    /// Calls `multiply(row, word of W, token, word of x, group)` for all products of a unit in the
+    /// order of the instructions.
     ///
     /// # Safety
-    /// The weights and x of `args` are valid for what the counts and strides say.
-    unsafe fn for_products(
-        args: &TileArgs,
-        groups: usize,
+    /// As [`TileUnit::add_s8`].
+    unsafe fn for_products<const G: usize>(
+        step: Step,
         mut multiply: impl FnMut(usize, [u8; 4], usize, [u8; 4], usize),
     ) {
         const WORD: usize = 4;
-        let mut w = args.weights;
-        for unit in 0..args.runs * args.units {
-            for word in 0..UNIT_ROW_BYTES / WORD {
-                for row in 0..TOKENS {
-                    for group in 0..groups {
-                        for token in 0..TOKENS {
-                            let x = (unit * UNIT_ROW_BYTES / WORD + word) * TOKENS + token;
-                            // SAFETY: in bounds by this function's contract; bytes need no
-                            // alignment.
-                            let (w, x) = unsafe {
-                                (
-                                    w.add(row * args.row_stride + word * WORD)
-                                        .cast::<[u8; 4]>()
-                                        .read(),
-                                    args.x[group].add(x * WORD).cast::<[u8; 4]>().read(),
-                                )
-                            };
-                            multiply(row, w, token, x, group);
-                        }
+        for word in 0..UNIT_ROW_BYTES / WORD {
+            for row in 0..TOKENS {
+                for group in 0..G {
+                    for token in 0..TOKENS {
+                        // SAFETY: in bounds by this function's contract; bytes need no alignment.
+                        let (w, x) = unsafe {
+                            (
+                                step.weights
+                                    .add(row * step.row_stride + word * WORD)
+                                    .cast::<[u8; 4]>()
+                                    .read(),
+                                step.x[group]
+                                    .add((word * TOKENS + token) * WORD)
+                                    .cast::<[u8; 4]>()
+                                    .read(),
+                            )
+                        };
+                        multiply(row, w, token, x, group);
                     }
                 }
             }
-            w = w.wrapping_add(args.unit_stride);
-            if (unit + 1) % args.units == 0 {
-                w = w.wrapping_add(args.run_gap);
-            }
         }
-    }
-
-    /// Runs `products` on the output tiles of `args`, zeroed.
-    ///
-    /// # Safety
-    /// `out` of `args` is valid for `groups` tiles of `T`, which nothing else refers to.
-    unsafe fn with_out<T: Copy + Default>(
-        args: &TileArgs,
-        groups: usize,
-        products: impl FnOnce(&mut [Tile<T>]),
-    ) {
-        // SAFETY: by this function's contract.
-        let out = unsafe { std::slice::from_raw_parts_mut(args.out.cast::<Tile<T>>(), groups) };
-        out.fill(Tile::default());
-        products(out);
     }
 }
 
 impl TileUnit for Emulated {
     type Vector = PlainVector;
+    type Sums = [Tile<u32>; MAX_GROUPS];
 
     #[inline(always)]
     fn vector(self) -> PlainVector {
         PlainVector
     }
 
-    unsafe fn s8(self, args: &TileArgs, groups: usize) {
-        let multiply = |out: &mut [Tile<i32>]| {
-            let add = |row: usize, w: [u8; 4], token: usize, x: [u8; 4], group: usize| {
-                let products = w.iter().zip(x);
-                let sum: i32 = products
-                    .map(|(&w, x)| i32::from(w as i8) * i32::from(x as i8))
-                    .sum();
-                out[group].0[row][token] += sum;
-            };
-            // SAFETY: passed on from the caller.
-            unsafe { Self::for_products(args, groups, add) }
-        };
-        // SAFETY: passed on from the caller.
-        unsafe { Self::with_out(args, groups, multiply) }
+    fn zero<const G: usize>(self) -> Self::Sums {
+        Self::Sums::default()
     }
 
-    unsafe fn bf16(self, args: &TileArgs, groups: usize) {
-        let float = |low: u8, high: u8| f32::from_bits(u32::from_le_bytes([0, 0, low, high]));
-        let multiply = |out: &mut [Tile<f32>]| {
-            let add = |row: usize, w: [u8; 4], token: usize, x: [u8; 4], group: usize| {
-                let sum = &mut out[group].0[row][token];
-                *sum += float(w[0], w[1]) * float(x[0], x[1]);
-                *sum += float(w[2], w[3]) * float(x[2], x[3]);
-            };
-            // SAFETY: passed on from the caller.
-            unsafe { Self::for_products(args, groups, add) }
+    unsafe fn add_s8<const G: usize>(self, sums: &mut Self::Sums, step: Step) {
+        let add = |row: usize, w: [u8; 4], token: usize, x: [u8; 4], group: usize| {
+            let products = w.iter().zip(x);
+            let sum: i32 = products
+                .map(|(&w, x)| i32::from(w as i8) * i32::from(x as i8))
+                .sum();
+            let total: &mut u32 = &mut sums[group].0[row][token];
+            *total = total.wrapping_add(sum as u32);
         };
         // SAFETY: passed on from the caller.
-        unsafe { Self::with_out(args, groups, multiply) }
+        unsafe { Self::for_products::<G>(step, add) }
+    }
+
+    unsafe fn add_bf16<const G: usize>(self, sums: &mut Self::Sums, step: Step) {
+        let float = |low: u8, high: u8| f32::from_bits(u32::from_le_bytes([0, 0, low, high]));
+        let add = |row: usize, w: [u8; 4], token: usize, x: [u8; 4], group: usize| {
+            let total = &mut sums[group].0[row][token];
+            let mut sum = f32::from_bits(*total);
+            sum += float(w[0], w[1]) * float(x[0], x[1]);
+            sum += float(w[2], w[3]) * float(x[2], x[3]);
+            *total = sum.to_bits();
+        };
+        // SAFETY: passed on from the caller.
+        unsafe { Self::for_products::<G>(step, add) }
+    }
+
+    unsafe fn store<const G: usize>(self, sums: &Self::Sums, out: *mut Tile<u32>) {
+        // SAFETY: by this function's contract.
+        let out = unsafe { std::slice::from_raw_parts_mut(out, G) };
+        out.copy_from_slice(&sums[..G]);
     }
 
     #[inline(always)]
@@ -249,8 +279,12 @@ impl TileUnit for Emulated {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
-        tile.transpose_into(out);
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        Portable.expand_fp4::<F>(panel, out)
     }
 }
 
@@ -262,8 +296,9 @@ mod instructions {
     use std::arch::asm;
     use std::mem::MaybeUninit;
 
-    use super::{TileArgs, TileUnit, Tiles};
+    use super::{Step, TileUnit, Tiles};
     use crate::isa::Amx;
+    use crate::kernels::fp4::{self, Fp4};
     use crate::kernels::{Body, Expanded, Panel, avx512};
     use crate::tile::Tile;
     use crate::vector::Avx512Vector;
@@ -330,100 +365,84 @@ mod instructions {
         };
         (streamed, $half:literal) => {
             concat!(
-                "mov rcx, [rdi + 80]\n",
-                "add rcx, r8\n",
+                "lea {ahead}, [{w} + {far}]\n",
                 prefetch_rows!(@four $half),
-                "lea rcx, [rcx + r9*4]\n",
+                "lea {ahead}, [{ahead} + {row}*4]\n",
                 prefetch_rows!(@four $half),
-                "lea rcx, [rcx + r9*4]\n",
+                "lea {ahead}, [{ahead} + {row}*4]\n",
                 prefetch_rows!(@four $half),
-                "lea rcx, [rcx + r9*4]\n",
+                "lea {ahead}, [{ahead} + {row}*4]\n",
                 prefetch_rows!(@four $half),
             )
         };
         (@four $half:literal) => {
             concat!(
-                "prefetcht1 [rcx + ", $half, "]\n",
-                "prefetcht1 [rcx + r9 + ", $half, "]\n",
-                "prefetcht1 [rcx + r9*2 + ", $half, "]\n",
-                "prefetcht1 [rcx + rax + ", $half, "]\n",
+                "prefetcht1 [{ahead} + ", $half, "]\n",
+                "prefetcht1 [{ahead} + {row} + ", $half, "]\n",
+                "prefetcht1 [{ahead} + {row}*2 + ", $half, "]\n",
+                "prefetcht1 [{ahead} + {rows3} + ", $half, "]\n",
             )
         };
     }
 
-    /// One product for the groups listed as (tile of sums, register of x, offset of x in the
-    /// arguments, offset in `out`).
-    macro_rules! product {
+    /// Adds one unit, two halves of 64 bytes, for the groups listed as (name, index, tile of sums).
+    macro_rules! add_unit {
         (
-            $args:expr, $dot:literal, $memory:ident,
-            [$(($sum:literal, $x:literal, $x_arg:literal, $out:literal)),+]
+            $step:ident, $dot:literal, $memory:ident, [$(($x:ident, $index:literal, $sum:tt)),+],
+            $($prefetch:tt)*
         ) => {
             asm!(
-                // Operands.
-                "mov r8, [rdi]",
-                "mov r9, [rdi + 8]",
-                "mov r10, [rdi + 16]",
-                "mov r11, [rdi + 32]",
-                "mov r12, [rdi + 40]",
-                $(concat!("mov ", $x, ", [rdi + ", $x_arg, "]"),)+
-                "lea rax, [r9 + r9*2]",
-                "mov edx, 64",
-                $(concat!("tilezero ", $sum),)+
-                // Runs.
-                "3:",
-                "mov rsi, [rdi + 24]",
-                // Units of a run, two halves each.
-                "4:",
-                "tileloadd tmm6, [r8 + r9*1]",
+                "tileloadd tmm6, [{w} + {row}*1]",
                 prefetch_rows!($memory, 0),
                 $(
-                    concat!("tileloadd tmm7, [", $x, " + rdx*1]"),
+                    concat!("tileloadd tmm7, [{", stringify!($x), "} + {line}*1]"),
                     concat!($dot, " ", $sum, ", tmm6, tmm7"),
                 )+
-                "tileloadd tmm6, [r8 + r9*1 + 64]",
+                "tileloadd tmm6, [{w} + {row}*1 + 64]",
                 prefetch_rows!($memory, 64),
                 $(
-                    concat!("tileloadd tmm7, [", $x, " + rdx*1 + 1024]"),
+                    concat!("tileloadd tmm7, [{", stringify!($x), "} + {line}*1 + 1024]"),
                     concat!($dot, " ", $sum, ", tmm6, tmm7"),
                 )+
-                "add r8, r10",
-                $(concat!("add ", $x, ", 2048"),)+
-                "dec rsi",
-                "jnz 4b",
-                "add r8, r12",
-                "dec r11",
-                "jnz 3b",
-                "mov rcx, [rdi + 72]",
-                $(concat!("tilestored [rcx + rdx*1 + ", $out, "], ", $sum),)+
-                in("rdi") $args,
-                out("rax") _, out("rcx") _, out("rdx") _, out("rsi") _,
-                out("r8") _, out("r9") _, out("r10") _, out("r11") _, out("r12") _,
-                out("r13") _, out("r14") _, out("r15") _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm6") _, out("tmm7") _,
-                options(nostack)
+                w = in(reg) $step.weights,
+                row = in(reg) $step.row_stride,
+                line = in(reg) 64usize,
+                $($x = in(reg) $step.x[$index],)+
+                $($prefetch)*
+                $(out($sum) _,)+
+                out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly, preserves_flags)
             )
         };
-        ($args:expr, $groups:expr, $dot:literal, $memory:ident) => {
-            match $groups {
-                1 => product!($args, $dot, $memory, [("tmm0", "r13", 48, 0)]),
-                2 => product!(
-                    $args, $dot, $memory,
-                    [("tmm0", "r13", 48, 0), ("tmm1", "r14", 56, 1024)]
+        ($step:ident, $groups:expr, $dot:literal) => {
+            match ($groups, $step.prefetch) {
+                (1, 0) => add_unit!($step, $dot, cached, [(x0, 0, "tmm0")],),
+                (2, 0) => add_unit!($step, $dot, cached, [(x0, 0, "tmm0"), (x1, 1, "tmm1")],),
+                (_, 0) => add_unit!(
+                    $step, $dot, cached, [(x0, 0, "tmm0"), (x1, 1, "tmm1"), (x2, 2, "tmm2")],
                 ),
-                _ => product!(
-                    $args, $dot, $memory,
-                    [
-                        ("tmm0", "r13", 48, 0),
-                        ("tmm1", "r14", 56, 1024),
-                        ("tmm2", "r15", 64, 2048)
-                    ]
+                (1, far) => add_unit!(
+                    $step, $dot, streamed, [(x0, 0, "tmm0")],
+                    far = in(reg) far, rows3 = in(reg) 3 * $step.row_stride, ahead = out(reg) _,
+                ),
+                (2, far) => add_unit!(
+                    $step, $dot, streamed, [(x0, 0, "tmm0"), (x1, 1, "tmm1")],
+                    far = in(reg) far, rows3 = in(reg) 3 * $step.row_stride, ahead = out(reg) _,
+                ),
+                (_, far) => add_unit!(
+                    $step, $dot, streamed, [(x0, 0, "tmm0"), (x1, 1, "tmm1"), (x2, 2, "tmm2")],
+                    far = in(reg) far, rows3 = in(reg) 3 * $step.row_stride, ahead = out(reg) _,
                 ),
             }
         };
     }
 
+    /// NOTE: sums stay in tile registers from one `asm!` to the next. No other code uses these
+    /// registers: the compiler has no tile values here to allocate them for, and the system saves
+    /// them when it switches threads. So vector work may stand between the steps of a product.
     impl TileUnit for Amx {
         type Vector = Avx512Vector;
+        type Sums = ();
 
         #[inline(always)]
         fn vector(self) -> Avx512Vector {
@@ -431,25 +450,52 @@ mod instructions {
         }
 
         #[inline(always)]
-        unsafe fn s8(self, args: &TileArgs, groups: usize) {
+        fn zero<const G: usize>(self) {
             // SAFETY: the token exists and `run`, the only way to a `Tiles<Amx>`, configured the
-            // tiles; the pointers are valid by this function's contract. At least one run of at
-            // least one unit: K is not 0.
+            // tiles. Tiles that are not needed are not touched (see the module's first note).
             unsafe {
-                match args.prefetch {
-                    0 => product!(args, groups, "tdpbssd", cached),
-                    _ => product!(args, groups, "tdpbssd", streamed),
+                match G {
+                    1 => asm!("tilezero tmm0", out("tmm0") _,
+                        options(nostack, nomem, preserves_flags)),
+                    2 => asm!("tilezero tmm0", "tilezero tmm1", out("tmm0") _, out("tmm1") _,
+                        options(nostack, nomem, preserves_flags)),
+                    _ => asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2",
+                        out("tmm0") _, out("tmm1") _, out("tmm2") _,
+                        options(nostack, nomem, preserves_flags)),
                 }
             }
         }
 
         #[inline(always)]
-        unsafe fn bf16(self, args: &TileArgs, groups: usize) {
-            // SAFETY: as in `s8`.
+        unsafe fn add_s8<const G: usize>(self, (): &mut (), step: Step) {
+            // SAFETY: the token exists and `run` configured the tiles; the pointers are valid by this
+            // function's contract.
+            unsafe { add_unit!(step, G, "tdpbssd") }
+        }
+
+        #[inline(always)]
+        unsafe fn add_bf16<const G: usize>(self, (): &mut (), step: Step) {
+            // SAFETY: as in `add_s8`.
+            unsafe { add_unit!(step, G, "tdpbf16ps") }
+        }
+
+        #[inline(always)]
+        unsafe fn store<const G: usize>(self, (): &(), out: *mut Tile<u32>) {
+            // SAFETY: as in `add_s8`; `G` tiles are valid to write by this function's contract.
             unsafe {
-                match args.prefetch {
-                    0 => product!(args, groups, "tdpbf16ps", cached),
-                    _ => product!(args, groups, "tdpbf16ps", streamed),
+                match G {
+                    1 => asm!("tilestored [{out} + {line}*1], tmm0",
+                        out = in(reg) out, line = in(reg) 64usize,
+                        options(nostack, preserves_flags)),
+                    2 => asm!("tilestored [{out} + {line}*1], tmm0",
+                        "tilestored [{out} + {line}*1 + 1024], tmm1",
+                        out = in(reg) out, line = in(reg) 64usize,
+                        options(nostack, preserves_flags)),
+                    _ => asm!("tilestored [{out} + {line}*1], tmm0",
+                        "tilestored [{out} + {line}*1 + 1024], tmm1",
+                        "tilestored [{out} + {line}*1 + 2048], tmm2",
+                        out = in(reg) out, line = in(reg) 64usize,
+                        options(nostack, preserves_flags)),
                 }
             }
         }
@@ -465,9 +511,13 @@ mod instructions {
         }
 
         #[inline(always)]
-        fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
-            // SAFETY: the token exists, so AVX-512 F was detected.
-            unsafe { avx512::transpose(tile, out) }
+        fn expand_fp4<'e, F: Fp4>(
+            self,
+            panel: Panel<'_>,
+            out: &'e mut MaybeUninit<Expanded>,
+        ) -> &'e Expanded {
+            // SAFETY: the token exists, so AVX-512 F and BW were detected.
+            unsafe { fp4::expand_avx512::<F>(panel, out) }
         }
     }
 }

@@ -29,9 +29,10 @@ use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
 use super::by_rows::ByRows;
+use super::fp4::{Fp4, expand_avx2};
 use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx2, AvxVnni};
-use crate::tile::{Lanes, Tile};
+use crate::tile::Lanes;
 use crate::vector::Avx2Vector;
 
 /// 128 bytes of K of one row.
@@ -96,15 +97,19 @@ impl Dot for Avx2 {
     }
 
     #[inline(always)]
-    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { expand_e4m3(panel, out) }
+        unsafe { expand_avx2::<F>(panel, out) }
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile, out) }
+        unsafe { expand_e4m3(panel, out) }
     }
 
     type Vector = Avx2Vector;
@@ -146,15 +151,19 @@ impl Dot for AvxVnni {
     }
 
     #[inline(always)]
-    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { expand_e4m3(panel, out) }
+        unsafe { expand_avx2::<F>(panel, out) }
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile, out) }
+        unsafe { expand_e4m3(panel, out) }
     }
 
     type Vector = Avx2Vector;
@@ -494,46 +503,6 @@ fn lane_sums(acc: [__m256i; 8], add: impl Fn(__m256i, __m256i) -> __m256i) -> __
         _mm256_permute2x128_si256::<0x20>(low, high),
         _mm256_permute2x128_si256::<0x31>(low, high),
     )
-}
-
-/// Rows become columns: two 8 x 8 blocks at a time.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn transpose(tile: &Tile<u32>, out: &mut Tile<u32>) {
-    for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
-        let rows: [__m256i; 8] = std::array::from_fn(|r| load(half(&tile.0[row + r], column / 8)));
-        // Pairs of rows, then fours; after this register 2g + h, of rows 4g.., holds the columns
-        // 2h and 2h + 1 (and 4 more) in each half.
-        let pair = |r: usize| {
-            let (a, b) = (rows[r], rows[r + 1]);
-            [_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)]
-        };
-        let fours = |r: usize| {
-            let ([a, b], [c, d]) = (pair(r), pair(r + 2));
-            [
-                _mm256_unpacklo_epi64(a, c),
-                _mm256_unpackhi_epi64(a, c),
-                _mm256_unpacklo_epi64(b, d),
-                _mm256_unpackhi_epi64(b, d),
-            ]
-        };
-        let (top, bottom) = (fours(0), fours(4));
-        for c in 0..4 {
-            let low = _mm256_permute2x128_si256::<0x20>(top[c], bottom[c]);
-            let high = _mm256_permute2x128_si256::<0x31>(top[c], bottom[c]);
-            for (c, values) in [(c, low), (c + 4, high)] {
-                let out = &mut out.0[column + c].as_chunks_mut::<8>().0[row / 8];
-                // SAFETY: 32 bytes; the store needs no alignment.
-                unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), values) };
-            }
-        }
-    }
-}
-
-/// The first or the second 8 of 16 lanes, as bytes.
-#[inline(always)]
-fn half(lanes: &Lanes<u32>, half: usize) -> &[u8; 32] {
-    &bytemuck::cast_ref::<_, [[u8; 32]; 2]>(lanes)[half]
 }
 
 /// The part of each row of activations that belongs to a unit.

@@ -27,9 +27,10 @@ use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
 use super::by_rows::ByRows;
+use super::fp4::{Fp4, expand_avx512};
 use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx512Bf16, Avx512Vnni};
-use crate::tile::{Lanes, Tile};
+use crate::tile::Lanes;
 use crate::vector::Avx512Vector;
 
 /// Accumulators of a block: half of the register file, so that operands fit beside them.
@@ -74,15 +75,19 @@ impl Dot for Avx512Vnni {
     }
 
     #[inline(always)]
-    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { expand_e4m3(panel, out) }
+        unsafe { expand_avx512::<F>(panel, out) }
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile, out) }
+        unsafe { expand_e4m3(panel, out) }
     }
 
     type Vector = Avx512Vector;
@@ -112,15 +117,19 @@ impl Dot for Avx512Bf16 {
     }
 
     #[inline(always)]
-    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { expand_e4m3(panel, out) }
+        unsafe { expand_avx512::<F>(panel, out) }
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+    fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
-        unsafe { transpose(tile, out) }
+        unsafe { expand_e4m3(panel, out) }
     }
 
     type Vector = Avx512Vector;
@@ -377,57 +386,4 @@ fn reduce(acc: [__m512i; ACCUMULATORS], add: &impl Fn(__m512i, __m512i) -> __m51
 fn as_bf16(v: __m512i) -> __m512bh {
     // SAFETY: both are 64 bytes in which every pattern is valid.
     unsafe { std::mem::transmute(v) }
-}
-
-/// Rows become columns: 4 x 4 blocks inside quarters, then the quarters themselves.
-#[target_feature(enable = "avx512f")]
-#[inline]
-pub(super) fn transpose(tile: &Tile<u32>, out: &mut Tile<u32>) {
-    let row = |r: usize| {
-        // SAFETY: a row of a tile is 64 bytes, aligned to as many.
-        unsafe { _mm512_load_si512(tile.0[r].as_ptr().cast()) }
-    };
-    // After this, register 4g + c holds in quarter q the column 4q + c of rows 4g..4g + 4.
-    let mut blocks = [_mm512_setzero_si512(); PANEL_ROWS];
-    for g in 0..4 {
-        let (a, b) = (row(4 * g), row(4 * g + 1));
-        let (c, d) = (row(4 * g + 2), row(4 * g + 3));
-        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-        blocks[4 * g] = _mm512_unpacklo_epi64(ab_low, cd_low);
-        blocks[4 * g + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-        blocks[4 * g + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-        blocks[4 * g + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
-    }
-    for c in 0..4 {
-        let (rows_0, rows_4) = (blocks[c], blocks[4 + c]);
-        let (rows_8, rows_12) = (blocks[8 + c], blocks[12 + c]);
-        // Quarters 0 and 2, then 1 and 3, of two registers each.
-        let even_low = _mm512_shuffle_i32x4::<0b10_00_10_00>(rows_0, rows_4);
-        let even_high = _mm512_shuffle_i32x4::<0b10_00_10_00>(rows_8, rows_12);
-        let odd_low = _mm512_shuffle_i32x4::<0b11_01_11_01>(rows_0, rows_4);
-        let odd_high = _mm512_shuffle_i32x4::<0b11_01_11_01>(rows_8, rows_12);
-        let columns = [
-            (
-                c,
-                _mm512_shuffle_i32x4::<0b10_00_10_00>(even_low, even_high),
-            ),
-            (
-                4 + c,
-                _mm512_shuffle_i32x4::<0b10_00_10_00>(odd_low, odd_high),
-            ),
-            (
-                8 + c,
-                _mm512_shuffle_i32x4::<0b11_01_11_01>(even_low, even_high),
-            ),
-            (
-                12 + c,
-                _mm512_shuffle_i32x4::<0b11_01_11_01>(odd_low, odd_high),
-            ),
-        ];
-        for (column, values) in columns {
-            // SAFETY: a row of a tile is 64 bytes, aligned to as many.
-            unsafe { _mm512_store_si512(out.0[column].as_mut_ptr().cast(), values) };
-        }
-    }
 }

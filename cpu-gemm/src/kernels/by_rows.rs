@@ -7,8 +7,10 @@ use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::PANEL_ROWS;
 
+use super::fp4::Fp4;
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{Lanes, TOKENS, Tile};
+use crate::vector::VectorMath;
 
 /// [`Multiply`] by the dot products of `D`.
 #[derive(Clone, Copy)]
@@ -63,7 +65,8 @@ impl<D: Dot> Multiply for ByRows<D> {
                     *row = products.map(|p| p as u32);
                 }
             });
-            self.0.transpose(&by_token, bytemuck::cast_mut(out));
+            self.vector()
+                .transpose_tile(&by_token, bytemuck::cast_mut(out));
         }
     }
 
@@ -97,18 +100,23 @@ impl<D: Dot> Multiply for ByRows<D> {
                     }
                 });
             }
-            self.0.transpose(by_token.as_words(), out.as_words_mut());
+            self.vector()
+                .transpose_tile(by_token.as_words(), out.as_words_mut());
         }
+    }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        self.0.expand_fp4::<F>(panel, out)
     }
 
     #[inline(always)]
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         self.0.expand_e4m3(panel, out)
-    }
-
-    #[inline(always)]
-    fn transpose(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
-        self.0.transpose(tile, out);
     }
 
     type Vector = D::Vector;

@@ -1,13 +1,9 @@
 //! What a product multiplies: panels of weights and groups of tokens.
 
-use std::ops::Range;
-
 use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_BYTES, UNIT_ROW_BYTES};
 
-use super::Multiply;
-use crate::recipe::Recipe;
 use crate::tile::{Lanes, TOKENS, Tile};
 
 /// 16 rows of weights, read where they lie.
@@ -51,6 +47,22 @@ impl<'a> Panel<'a> {
             runs: 1,
             prefetch: Self::STREAM_AHEAD,
         }
+    }
+
+    /// A panel of a bank whose units have `unit_bytes` bytes, which need not be [`UNIT_BYTES`].
+    #[inline(always)]
+    pub(crate) fn of_units(bytes: &'a [u8], unit_bytes: usize) -> Self {
+        Self {
+            unit_stride: unit_bytes,
+            units: bytes.len() / unit_bytes,
+            ..Self::packed(bytes)
+        }
+    }
+
+    /// The first unit of a panel of fp4.
+    #[inline(always)]
+    pub(super) fn fp4_unit(&self) -> &'a [u8] {
+        &self.bytes[..self.unit_stride]
     }
 
     /// `units` consecutive units at the start of each `run_stride` bytes, `runs` times.
@@ -245,27 +257,6 @@ pub(crate) struct Span {
 
 /// Products of one panel with each group of a pass, to be written.
 pub(crate) type Products<'a, T> = &'a mut [Tile<T>];
-
-/// Prefetches part `part` of `parts` of the given weight units' worth of `groups`.
-///
-/// Only for tiles: the rows of other layouts are read as streams, which processors foresee.
-#[inline(always)]
-pub(crate) fn prefetch_share<R: Recipe, M: Multiply>(
-    groups: &[Group<'_>],
-    units: Range<usize>,
-    part: usize,
-    parts: usize,
-) {
-    if M::LAYOUT != TokenLayout::Tiles {
-        return;
-    }
-    let unit_bytes = TOKENS * R::X_UNIT_BYTES;
-    let (start, bytes) = (units.start * unit_bytes, units.len() * unit_bytes);
-    for group in groups {
-        let share = part * bytes / parts..(part + 1) * bytes / parts;
-        prefetch_bytes(&group.bytes[start..][share]);
-    }
-}
 
 /// Prefetches all of `bytes`.
 #[inline(always)]

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::Vector;
 use crate::isa::{Avx2, AvxVnni};
-use crate::tile::Lanes;
+use crate::tile::{Lanes, TOKENS};
 
 /// Lanes in two 256-bit registers. A value is proof of the features.
 #[derive(Clone, Copy)]
@@ -245,4 +245,62 @@ impl Vector for Avx2Vector {
             _mm_storeu_si128(out.as_mut_ptr().cast(), bytes);
         }
     }
+
+    #[inline(always)]
+    fn write_line(self, x: I, out: &mut [u8; 64], stream: bool) {
+        let out = out.as_mut_ptr().cast::<I>();
+        // SAFETY: the features were detected, as the value proves; `out` is as long as the
+        // registers, and aligned to theirs where that matters.
+        unsafe {
+            if stream && out.is_aligned() {
+                _mm256_stream_si256(out.cast(), x[0]);
+                _mm256_stream_si256(out.cast::<__m256i>().add(1), x[1]);
+            } else {
+                _mm256_storeu_si256(out.cast(), x[0]);
+                _mm256_storeu_si256(out.cast::<__m256i>().add(1), x[1]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86-64 processor has the instruction.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: [I; TOKENS]) -> [I; TOKENS] {
+        // SAFETY: the features were detected, as the value proves.
+        unsafe { transpose(rows) }
+    }
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn transpose(rows: [I; TOKENS]) -> [I; TOKENS] {
+    let mut out = rows;
+    for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+        let rows: [__m256i; 8] = std::array::from_fn(|r| rows[row + r][column / 8]);
+        // Pairs of rows, then fours; after this register 2g + h, of rows 4g.., holds the columns
+        // 2h and 2h + 1 (and 4 more) in each half.
+        let pair = |r: usize| {
+            let (a, b) = (rows[r], rows[r + 1]);
+            [_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)]
+        };
+        let fours = |r: usize| {
+            let ([a, b], [c, d]) = (pair(r), pair(r + 2));
+            [
+                _mm256_unpacklo_epi64(a, c),
+                _mm256_unpackhi_epi64(a, c),
+                _mm256_unpacklo_epi64(b, d),
+                _mm256_unpackhi_epi64(b, d),
+            ]
+        };
+        let (top, bottom) = (fours(0), fours(4));
+        for c in 0..4 {
+            out[column + c][row / 8] = _mm256_permute2x128_si256::<0x20>(top[c], bottom[c]);
+            out[column + c + 4][row / 8] = _mm256_permute2x128_si256::<0x31>(top[c], bottom[c]);
+        }
+    }
+    out
 }

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::Vector;
 use crate::isa::{Amx, Avx512Bf16, Avx512Vnni};
-use crate::tile::Lanes;
+use crate::tile::{Lanes, TOKENS};
 
 /// Lanes in one 512-bit register. A value is proof of the features.
 #[derive(Clone, Copy)]
@@ -200,4 +200,66 @@ impl Vector for Avx512Vector {
         // register, and no alignment is needed.
         unsafe { _mm_storeu_si128(out.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x)) }
     }
+
+    #[inline(always)]
+    fn write_line(self, x: I, out: &mut [u8; 64], stream: bool) {
+        let out = out.as_mut_ptr().cast::<I>();
+        // SAFETY: the features were detected, as the value proves; `out` is as long as the register,
+        // and aligned to its length where that matters.
+        unsafe {
+            if stream && out.is_aligned() {
+                _mm512_stream_si512(out, x);
+            } else {
+                _mm512_storeu_si512(out, x);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86-64 processor has the instruction.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: [I; TOKENS]) -> [I; TOKENS] {
+        // SAFETY: the features were detected, as the value proves.
+        unsafe { transpose(rows) }
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn transpose(rows: [I; TOKENS]) -> [I; TOKENS] {
+    // After this, register 4g + c holds in quarter q the column 4q + c of rows 4g..4g + 4.
+    let mut blocks = rows;
+    for g in 0..4 {
+        let [a, b, c, d] = [
+            rows[4 * g],
+            rows[4 * g + 1],
+            rows[4 * g + 2],
+            rows[4 * g + 3],
+        ];
+        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        blocks[4 * g] = _mm512_unpacklo_epi64(ab_low, cd_low);
+        blocks[4 * g + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+        blocks[4 * g + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+        blocks[4 * g + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+    }
+    let mut columns = blocks;
+    for c in 0..4 {
+        let (rows_0, rows_4) = (blocks[c], blocks[4 + c]);
+        let (rows_8, rows_12) = (blocks[8 + c], blocks[12 + c]);
+        // Quarters 0 and 2, then 1 and 3, of two registers each.
+        let even_low = _mm512_shuffle_i32x4::<0b10_00_10_00>(rows_0, rows_4);
+        let even_high = _mm512_shuffle_i32x4::<0b10_00_10_00>(rows_8, rows_12);
+        let odd_low = _mm512_shuffle_i32x4::<0b11_01_11_01>(rows_0, rows_4);
+        let odd_high = _mm512_shuffle_i32x4::<0b11_01_11_01>(rows_8, rows_12);
+        columns[c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(even_low, even_high);
+        columns[4 + c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(odd_low, odd_high);
+        columns[8 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(even_low, even_high);
+        columns[12 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(odd_low, odd_high);
+    }
+    columns
 }

@@ -14,7 +14,7 @@ mod plain;
 use asym_gemm_formats::activation::{Activation, exp_constants};
 use half::bf16;
 
-use crate::tile::Lanes;
+use crate::tile::{Lanes, TOKENS, Tile};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2Vector;
@@ -70,11 +70,32 @@ pub(crate) trait Vector: Copy {
     fn store_bytes(self, x: Self::I, out: &mut Lanes<u8>);
     /// The lower half of each lane.
     fn store_halves(self, x: Self::I, out: &mut Lanes<u16>);
+
+    /// Writes a cache line; if `stream`, past the caches where that is possible, and then visible to
+    /// other threads only after a [`Vector::fence`].
+    fn write_line(self, x: Self::I, out: &mut [u8; 64], stream: bool);
+    /// Orders earlier writes, those past the caches too, before later ones.
+    fn fence(self);
+
+    /// Lane t of result r is lane r of row t.
+    fn transpose(self, rows: [Self::I; TOKENS]) -> [Self::I; TOKENS];
 }
 
 /// Operations made of those of [`Vector`], each equal to its scalar definition in
 /// `asym_gemm_formats` lane by lane.
 pub(crate) trait VectorMath: Vector {
+    /// Rows become columns of `out`.
+    #[inline(always)]
+    fn transpose_tile(self, tile: &Tile<u32>, out: &mut Tile<u32>) {
+        let mut rows = [self.splat_int(0); TOKENS];
+        for (row, lanes) in rows.iter_mut().zip(&tile.0) {
+            *row = self.load_int(bytemuck::cast_ref(lanes));
+        }
+        for (column, out) in self.transpose(rows).into_iter().zip(&mut out.0) {
+            self.store_int(column, out);
+        }
+    }
+
     /// `round_half_even`.
     #[inline(always)]
     fn round(self, x: Self::F) -> Self::F {
@@ -149,6 +170,23 @@ pub(crate) trait VectorMath: Vector {
 }
 
 impl<V: Vector> VectorMath for V {}
+
+/// 16 rows of lanes, computed when they are asked for. Implement the method with
+/// `#[inline(always)]`.
+///
+/// (No closures: one that is not inlined, or that goes through `array::from_fn`, is not compiled for
+/// the instruction set at hand, and then every operation in it is a call.)
+pub(crate) trait LaneRows<V: Vector> {
+    /// Row `r`.
+    fn row(&self, v: V, r: usize) -> V::F;
+}
+
+impl<V: Vector> LaneRows<V> for Tile<f32> {
+    #[inline(always)]
+    fn row(&self, v: V, r: usize) -> V::F {
+        v.load(&self.0[r])
+    }
+}
 
 /// Element types that 16 lanes can be rounded to.
 pub(crate) trait FromLanes: Sized {

@@ -172,4 +172,17 @@ impl Vector for PlainVector {
     fn store_bytes(self, x: Lanes<u32>, out: &mut Lanes<u8>) {
         *out = zip(x, x, |x, _| x as u8);
     }
+
+    #[inline(always)]
+    fn write_line(self, x: Lanes<u32>, out: &mut [u8; 64], _stream: bool) {
+        *out = bytemuck::cast(x);
+    }
+
+    #[inline(always)]
+    fn fence(self) {}
+
+    #[inline(always)]
+    fn transpose(self, rows: [Lanes<u32>; TOKENS]) -> [Lanes<u32>; TOKENS] {
+        std::array::from_fn(|r| std::array::from_fn(|t| rows[t][r]))
+    }
 }

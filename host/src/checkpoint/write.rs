@@ -71,12 +71,26 @@ pub fn write(path: impl AsRef<Path>, tensors: &[TensorData<'_>]) -> Result<(), F
             .then(a.name.cmp(&b.name))
     });
     let header = header(path, &order)?;
+    replace(path, |out| {
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        order.iter().try_for_each(|t| out.write_all(&t.bytes))
+    })
+}
+
+/// Puts a file of what `fill` writes in the place of `path`, once all of it is on disk.
+///
+/// # Errors
+/// A folder, pipe or device of that name, and whatever the operating system refuses.
+pub(crate) fn replace(
+    path: &Path,
+    fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), FileError> {
     if path.metadata().is_ok_and(|about| !about.is_file()) {
         return Err(FileError::NotAFile { path: path.into() });
     }
-
     let mut temporary = Temporary::beside(path)?;
-    let written = temporary.fill(&header, &order).and_then(|()| {
+    let written = temporary.fill(fill).and_then(|()| {
         std::fs::rename(&temporary.path, path)?;
         temporary.renamed = true;
         Ok(())
@@ -149,13 +163,9 @@ impl Temporary {
         }
     }
 
-    fn fill(&self, header: &[u8], tensors: &[&TensorData<'_>]) -> io::Result<()> {
+    fn fill(&self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         let mut out = BufWriter::with_capacity(1 << 20, &self.file);
-        out.write_all(&(header.len() as u64).to_le_bytes())?;
-        out.write_all(header)?;
-        for tensor in tensors {
-            out.write_all(&tensor.bytes)?;
-        }
+        fill(&mut out)?;
         out.flush()?;
         drop(out);
         // On disk before the name: a crash leaves the old file or the new one.

@@ -8,7 +8,7 @@ use bytemuck::Pod;
 use cust::sys::CUdeviceptr;
 
 use super::error::{DriverError, invalid};
-use super::gpu::{Context, Gpu};
+use super::gpu::{Context, Gpu, RawContext};
 use super::stream::{RawStream, Stream, per_thread};
 
 const CUDA_ERROR_OUT_OF_MEMORY: u32 = 2;
@@ -88,6 +88,11 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Whether the memory is `gpu`'s.
     pub fn is_on(&self, gpu: &Gpu) -> bool {
         gpu.is_in(&self.context)
+    }
+
+    /// The context that the memory belongs to.
+    pub fn as_raw_context(&self) -> RawContext {
+        self.context.raw()
     }
 
     /// Number of elements.
@@ -375,6 +380,34 @@ impl<T: Pod> std::fmt::Debug for DeviceBuffer<T> {
             .field("len", &self.len)
             .finish_non_exhaustive()
     }
+}
+
+/// Starts to fill `to` from the device address `from`, in stream order.
+///
+/// # Errors
+///
+/// [`DriverError::Cuda`] if the driver refuses.
+///
+/// # Safety
+///
+/// `to.len()` bytes at `from` are allocated in `gpu`'s context, of which `stream` is; until the
+/// copy is done they stay so, and `to` stays alive and is neither read nor written.
+pub unsafe fn copy_address_to_host_async(
+    gpu: &Gpu,
+    from: u64,
+    to: &mut [u8],
+    stream: &Stream,
+) -> Result<(), DriverError> {
+    if to.is_empty() {
+        return Ok(());
+    }
+    let _current = gpu.enter()?;
+    let driver = gpu.context().driver;
+    // SAFETY: the caller's contract.
+    let code = unsafe {
+        (driver.api.copy_to_host)(to.as_mut_ptr().cast(), from, to.len(), stream.as_raw())
+    };
+    driver.check("cuMemcpyDtoHAsync", code)
 }
 
 fn byte_length<T>(len: usize) -> Result<usize, DriverError> {

@@ -63,6 +63,10 @@ impl Context {
         })
     }
 
+    pub(super) fn raw(&self) -> RawContext {
+        self.raw
+    }
+
     /// For destructors: `None` where the driver can no longer be called.
     pub(super) fn enter_to_release(&self) -> Option<Current<'_>> {
         match self.enter() {

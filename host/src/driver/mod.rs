@@ -32,7 +32,7 @@ mod stream;
 mod symbols;
 mod tensor_map;
 
-pub use buffer::DeviceBuffer;
+pub use buffer::{DeviceBuffer, copy_address_to_host_async};
 pub use error::DriverError;
 pub use gpu::{Current, Gpu, RawContext};
 pub use graph::Graph;

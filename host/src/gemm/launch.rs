@@ -196,7 +196,7 @@ pub(crate) fn map_expert(
     geometry: &BankGeometry,
     address: u64,
 ) -> Result<(TensorMap, TensorMap), GemmError> {
-    let format = geometry.format.into();
+    let format = MatrixFormat::try_from(geometry.format)?;
     let map = |address: u64, units: usize, panels: usize, panel_bytes: usize| {
         encode(
             gpu,

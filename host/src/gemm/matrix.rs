@@ -217,13 +217,13 @@ impl<'a> Weights<'a> {
     /// If the memory is too short, the scales do not fit, or a dimension is 0.
     pub fn new(
         memory: WeightMemory<'a>,
-        format: impl Into<MatrixFormat>,
+        format: impl TryInto<MatrixFormat, Error: Into<GemmError>>,
         count: usize,
         n: usize,
         k: usize,
         scales: Option<DeviceMatrix<'a, f32>>,
     ) -> Result<Self, GemmError> {
-        let format = format.into();
+        let format = format.try_into().map_err(Into::into)?;
         let what = "weights";
         let have = match memory {
             WeightMemory::Pinned(buffer) => buffer.len(),

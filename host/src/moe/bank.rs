@@ -4,7 +4,7 @@
 
 use super::MoeError;
 #[cfg(feature = "cuda")]
-use crate::driver::{Gpu, PinnedBuffer};
+use crate::driver::{DriverError, Gpu, PinnedBuffer};
 use crate::system::zeroed;
 use asym_gemm_cpu::{BankRef, CpuError, ExpertSource, pack_expert};
 use asym_gemm_formats::bank::BankGeometry;
@@ -81,6 +81,33 @@ impl ExpertBank {
         check(geometry)?;
         let memory = Memory::Pinned(PinnedBuffer::alloc(gpu, geometry.bank_bytes())?);
         Self { geometry, memory }.fill(source, packed)
+    }
+
+    /// As [`Self::pinned`], or in ordinary memory where that much cannot be pinned:
+    /// [`Self::is_pinned`] tells. GPUs fetch from it more slowly then, through the driver's buffers.
+    ///
+    /// # Errors
+    /// As [`Self::plain`].
+    #[cfg(feature = "cuda")]
+    pub fn pinned_or_plain<S: ExpertSource>(
+        gpu: &Gpu,
+        geometry: BankGeometry,
+        source: impl Fn(usize) -> S + Sync,
+        packed: impl Fn() + Sync,
+    ) -> Result<Self, MoeError> {
+        check(geometry)?;
+        match PinnedBuffer::alloc(gpu, geometry.bank_bytes()) {
+            Ok(buffer) => {
+                let memory = Memory::Pinned(buffer);
+                Self { geometry, memory }.fill(source, packed)
+            }
+            Err(error @ DriverError::OutOfMemory { .. }) => {
+                tracing::warn!(%error, "the expert bank stays in ordinary memory: copies to the \
+                     GPU are slower");
+                Self::plain(geometry, source, packed)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn fill<S: ExpertSource>(

@@ -8,25 +8,19 @@
 //! The router and the sum are f32 and the same on every back end; in int8 so are all bits
 //! of the result.
 
-use super::layout::{GroupRange, Packed, pack};
+use super::division::{FixedPolicy, STATIC_M_CPU};
 use super::routing::{Router, Routing};
-use super::{ExpertBank, MoeError};
-use crate::checkpoint::MoeLayer;
+use super::{ExpertBank, LayerReport, MoeError, MoeLayer};
+use crate::checkpoint::MoeLayer as CheckpointLayer;
 #[cfg(feature = "cuda")]
-use crate::driver::Gpu;
+use crate::driver::{DriverError, Gpu};
 #[cfg(feature = "cuda")]
-use crate::moe::gpu_block::GpuBlock;
-#[cfg(feature = "cuda")]
-use crate::transfer::Transfer;
-use asym_gemm_cpu::{Combine, Engine, ExpertGroup, ExpertSource, Slots, combine};
-use asym_gemm_formats::WeightFormat;
+use crate::transfer::{Transfer, ring_bytes_for};
+use asym_gemm_cpu::{Engine, ExpertSource, StoredRow};
 use asym_gemm_formats::activation::{Activation, swish};
 use asym_gemm_formats::bank::{BankGeometry, Projection};
+use asym_gemm_formats::{WeightFormat, fma};
 use std::sync::Arc;
-
-/// Rows from which an expert goes to the GPU when both back ends work: below, its weights
-/// cost more on the link than the CPU needs to use them in place.
-pub const BOTH_THRESHOLD_ROWS: usize = 16;
 
 /// Who computes the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -36,16 +30,27 @@ pub enum Backend {
     Cpu,
     /// The GPU.
     Gpu,
-    /// Experts with at least [`BOTH_THRESHOLD_ROWS`] rows on the GPU, the others on the CPU.
+    /// Experts with more than [`STATIC_M_CPU`] rows on the GPU, the others on the CPU.
     Both,
 }
 
 impl Backend {
-    /// Whether it has kernels for experts in `format`: fp8 runs on the CPU alone.
+    /// Whether it has kernels for experts in `format`: fp8 and fp4 run on the CPU alone.
     pub const fn supports(self, format: WeightFormat) -> bool {
         match self {
             Self::Cpu => true,
-            Self::Gpu | Self::Both => !matches!(format, WeightFormat::Fp8Block128),
+            Self::Gpu | Self::Both => matches!(
+                format,
+                WeightFormat::Bf16 | WeightFormat::Int8PerRow | WeightFormat::Int8Block128
+            ),
+        }
+    }
+
+    const fn policy(self) -> FixedPolicy {
+        match self {
+            Self::Cpu => FixedPolicy::CpuOnly,
+            Self::Gpu => FixedPolicy::GpuOnly,
+            Self::Both => FixedPolicy::Static(STATIC_M_CPU),
         }
     }
 }
@@ -63,7 +68,7 @@ impl std::fmt::Display for Backend {
 /// The expert that every token passes through.
 #[derive(Debug)]
 struct Shared {
-    bank: Arc<ExpertBank>,
+    layer: MoeLayer,
     /// `[H]`: weight sigmoid(x · gate); without it the weight is 1.
     gate: Option<Vec<f32>>,
 }
@@ -90,16 +95,16 @@ pub struct ForwardReport {
 pub struct MoeBlock {
     router: Router,
     activation: Activation,
-    experts: Arc<ExpertBank>,
+    experts: MoeLayer,
     shared: Option<Shared>,
     cpu: Engine,
     #[cfg(feature = "cuda")]
-    gpu: Option<GpuBlock>,
+    transfer: Option<Transfer>,
 }
 
 /// One routed expert of a checkpoint's layer.
 struct RoutedExpert<'a> {
-    layer: &'a MoeLayer,
+    layer: &'a CheckpointLayer,
     expert: usize,
 }
 
@@ -111,10 +116,21 @@ impl ExpertSource for RoutedExpert<'_> {
     fn bias(&self, projection: Projection) -> Option<&[f32]> {
         self.layer.expert_bias(self.expert, projection)
     }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.layer
+            .stored_expert_row(format, self.expert, projection, row, out)
+    }
 }
 
 /// The shared expert of a checkpoint's layer.
-struct SharedExpert<'a>(&'a MoeLayer);
+struct SharedExpert<'a>(&'a CheckpointLayer);
 
 impl ExpertSource for SharedExpert<'_> {
     fn row(&self, projection: Projection, row: usize, out: &mut [f32]) {
@@ -124,10 +140,23 @@ impl ExpertSource for SharedExpert<'_> {
     fn bias(&self, _: Projection) -> Option<&[f32]> {
         None
     }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.0.stored_shared_row(format, projection, row, out)
+    }
 }
 
 /// Geometries of the routed experts and of the shared one.
-fn geometries(layer: &MoeLayer, format: WeightFormat) -> (BankGeometry, Option<BankGeometry>) {
+fn geometries(
+    layer: &CheckpointLayer,
+    format: WeightFormat,
+) -> (BankGeometry, Option<BankGeometry>) {
     let spec = &layer.spec;
     let routed = BankGeometry {
         experts: spec.experts,
@@ -146,7 +175,7 @@ fn geometries(layer: &MoeLayer, format: WeightFormat) -> (BankGeometry, Option<B
 }
 
 /// The parts of a checkpoint's layer around its banks.
-fn parts(layer: &MoeLayer, experts: ExpertBank, shared: Option<ExpertBank>) -> BlockParts {
+fn parts(layer: &CheckpointLayer, experts: ExpertBank, shared: Option<ExpertBank>) -> BlockParts {
     BlockParts {
         router: layer.router.clone(),
         activation: layer.spec.activation,
@@ -223,26 +252,36 @@ impl MoeBlock {
     /// If the parts do not fit each other.
     pub fn from_parts(parts: BlockParts, cpu: Engine) -> Result<Self, MoeError> {
         parts.check()?;
-        Ok(Self {
-            router: parts.router,
-            activation: parts.activation,
-            experts: Arc::new(parts.experts),
-            shared: parts.shared.map(|(bank, gate)| Shared {
-                bank: Arc::new(bank),
+        let activation = parts.activation;
+        let experts = MoeLayer::builder(Arc::new(parts.experts))
+            .activation(activation)
+            .engine(cpu.clone())
+            .build()?;
+        let shared = match parts.shared {
+            Some((bank, gate)) => Some(Shared {
+                layer: beside(&experts, Arc::new(bank), activation)?,
                 gate,
             }),
+            None => None,
+        };
+        Ok(Self {
+            router: parts.router,
+            activation,
+            experts,
+            shared,
             cpu,
             #[cfg(feature = "cuda")]
-            gpu: None,
+            transfer: None,
         })
     }
 
-    /// Adds a GPU; all banks must be pinned. `ring_bytes` bounds the HBM of staged transfer
-    /// for each bank ([`ring_bytes_for`](crate::transfer::ring_bytes_for) its experts if `None`).
+    /// Adds a GPU. `ring_bytes` bounds the HBM of staged transfer
+    /// ([`ring_bytes_for`] the largest expert if `None`). Banks in ordinary memory are copied
+    /// more slowly, and kernels cannot read them themselves.
     ///
     /// # Errors
-    /// If a bank is not pinned, the ring is too small, memory is short or the GPU lacks the
-    /// kernels.
+    /// If the ring is too small, memory is short, the GPU lacks the kernels, or direct transfer is
+    /// asked for and a bank is not pinned.
     #[cfg(feature = "cuda")]
     pub fn attach_gpu(
         &mut self,
@@ -250,14 +289,50 @@ impl MoeBlock {
         transfer: Transfer,
         ring_bytes: Option<usize>,
     ) -> Result<(), MoeError> {
-        let shared = self.shared.as_ref().map(|shared| shared.bank.clone());
-        self.gpu = Some(GpuBlock::new(
-            gpu,
-            self.experts.clone(),
-            shared,
-            transfer,
-            ring_bytes,
-        )?);
+        let bank = self.experts.bank().clone();
+        let shared_bank = self.shared.as_ref().map(|shared| shared.layer.bank());
+        let largest = std::iter::once(&bank)
+            .chain(shared_bank)
+            .map(|bank| bank.geometry().expert_bytes())
+            .max()
+            .unwrap_or(0);
+        let cached = |bank: &ExpertBank| match transfer {
+            Transfer::Resident => bank.geometry().bank_bytes(),
+            _ => 0,
+        };
+        let direct = transfer == Transfer::Direct;
+        let experts = MoeLayer::builder(bank.clone())
+            .activation(self.activation)
+            .engine(self.cpu.clone())
+            .devices(std::slice::from_ref(gpu))
+            .ring_budget(ring_bytes.unwrap_or_else(|| ring_bytes_for(largest)))
+            .hbm_budget(cached(&bank))
+            .direct(direct)
+            .build()?;
+        let shared = match shared_bank {
+            Some(bank) => Some(
+                MoeLayer::builder(bank.clone())
+                    .activation(self.activation)
+                    .sharing(&experts)
+                    .hbm_budget(cached(bank))
+                    .direct(direct)
+                    .build()?,
+            ),
+            None => None,
+        };
+        if transfer == Transfer::Resident {
+            std::iter::once(&experts)
+                .chain(&shared)
+                .try_for_each(|layer| all_resident(layer, gpu))?;
+        }
+        self.experts = experts;
+        if let (Some(shared), Some(layer)) = (&mut self.shared, shared) {
+            shared.layer = layer;
+        }
+        self.transfer = Some(match transfer {
+            Transfer::Auto => Transfer::Staged,
+            other => other,
+        });
         Ok(())
     }
 
@@ -266,7 +341,7 @@ impl MoeBlock {
     /// # Errors
     /// If the weights do not make a bank.
     pub fn for_cpu(
-        layer: &MoeLayer,
+        layer: &CheckpointLayer,
         format: WeightFormat,
         cpu: Engine,
         packed: impl Fn() + Sync,
@@ -280,13 +355,13 @@ impl MoeBlock {
     }
 
     /// A checkpoint's layer for CPU and GPU, whose weights lie in pinned host memory that
-    /// both read; see [`Self::attach_gpu`].
+    /// both read (in ordinary memory where it cannot be pinned); see [`Self::attach_gpu`].
     ///
     /// # Errors
-    /// As [`Self::for_cpu`]; also if memory cannot be pinned or the GPU lacks the kernels.
+    /// As [`Self::for_cpu`] and [`Self::attach_gpu`].
     #[cfg(feature = "cuda")]
     pub fn for_cpu_and_gpu(
-        layer: &MoeLayer,
+        layer: &CheckpointLayer,
         format: WeightFormat,
         cpu: Engine,
         gpu: &Gpu,
@@ -295,14 +370,16 @@ impl MoeBlock {
         packed: impl Fn() + Sync,
     ) -> Result<Self, MoeError> {
         let (routed, shared) = geometries(layer, format);
-        let experts = ExpertBank::pinned(
+        let experts = ExpertBank::pinned_or_plain(
             gpu,
             routed,
             |expert| RoutedExpert { layer, expert },
             &packed,
         )?;
         let shared = shared
-            .map(|geometry| ExpertBank::pinned(gpu, geometry, |_| SharedExpert(layer), &packed))
+            .map(|geometry| {
+                ExpertBank::pinned_or_plain(gpu, geometry, |_| SharedExpert(layer), &packed)
+            })
             .transpose()?;
         let mut block = Self::from_parts(parts(layer, experts, shared), cpu)?;
         block.attach_gpu(gpu, transfer, ring_bytes)?;
@@ -311,7 +388,7 @@ impl MoeBlock {
 
     /// Width of a token.
     pub fn hidden(&self) -> usize {
-        self.experts.geometry().hidden
+        self.experts.bank().geometry().hidden
     }
 
     /// The router.
@@ -321,13 +398,22 @@ impl MoeBlock {
 
     /// The bank of the routed experts.
     pub fn experts(&self) -> &Arc<ExpertBank> {
-        &self.experts
+        self.experts.bank()
     }
 
-    /// The GPU side, if the block has one.
+    /// How weights reach the GPU, if the block has one; never `Auto`.
     #[cfg(feature = "cuda")]
-    pub fn gpu_mut(&mut self) -> Option<&mut GpuBlock> {
-        self.gpu.as_mut()
+    pub fn transfer(&self) -> Option<Transfer> {
+        self.transfer
+    }
+
+    /// Overwrites all device scratch with NaN bytes; see [`MoeLayer::poison_scratch`].
+    ///
+    /// # Errors
+    /// If the driver fails.
+    #[cfg(feature = "cuda")]
+    pub fn poison_scratch(&mut self) -> Result<(), MoeError> {
+        self.experts.poison_scratch()
     }
 
     /// The block's output [T, H] for x [T, H].
@@ -357,274 +443,118 @@ impl MoeBlock {
         backend: Backend,
     ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
         let start = std::time::Instant::now();
-        let hidden = self.hidden();
-        if !x.len().is_multiple_of(hidden) {
-            return Err(MoeError::Input {
-                len: x.len(),
-                hidden,
-            });
+        if backend != Backend::Cpu {
+            self.check_gpu()?;
         }
-        let tokens = x.len() / hidden;
-        if routing.weights.len() != routing.ids.len() {
-            return Err(MoeError::Parts {
-                what: "the routing's weights",
-                found: routing.weights.len(),
-                needed: routing.ids.len(),
-            });
+        self.experts.set_policy(backend.policy());
+        let mut out = vec![0.0; x.len()];
+        let mut reports = vec![self.experts.forward(x, routing, &mut out)?];
+        if let Some(shared) = &self.shared {
+            let tokens = x.len() / self.hidden();
+            let all = Routing {
+                top_k: 1,
+                ids: vec![0; tokens],
+                weights: vec![1.0; tokens],
+            };
+            let mut rows = vec![0.0; x.len()];
+            reports.push(shared.layer.forward(x, &all, &mut rows)?);
+            self.add_shared(shared, x, &rows, &mut out);
         }
-        let packed = pack(
-            &routing.ids,
-            tokens,
-            routing.top_k,
-            self.experts.geometry().experts,
-            1,
-        )?;
-        let shared_weights = self.shared_weights(x);
-        let forward = Forward {
-            x,
-            tokens,
-            routing,
-            packed: &packed,
-            shared_weights,
-        };
-        let (out, mut report) = match backend {
-            Backend::Cpu => self.forward_cpu(&forward)?,
-            Backend::Gpu | Backend::Both => self.forward_gpu(&forward, backend)?,
-        };
+        let mut report = self.report(backend, &reports);
         report.seconds = start.elapsed().as_secs_f64();
         Ok((out, report))
     }
 
-    /// Weight of the shared expert for each token.
-    fn shared_weights(&self, x: &[f32]) -> Vec<f32> {
-        let Some(shared) = &self.shared else {
-            return Vec::new();
-        };
-        let weight = |row: &[f32]| match &shared.gate {
-            None => 1.0,
-            // swish(1, z) = 1 / (1 + e^-z), the project's one exp.
-            Some(gate) => swish(1.0, row.iter().zip(gate).map(|(x, g)| x * g).sum()),
-        };
-        x.chunks_exact(self.hidden()).map(weight).collect()
-    }
-
-    fn forward_cpu(&self, f: &Forward<'_>) -> Result<(Vec<f32>, ForwardReport), MoeError> {
-        let out = match self.cpu_shared(f)? {
-            // Experts and their weighted sums in one parallel region.
-            None => self.cpu_layer(f)?,
-            shared => {
-                let mut y = vec![0.0; f.packed.rows * self.hidden()];
-                self.cpu_experts(f, &f.packed.groups, &mut y)?;
-                self.combine(f, &y, shared.as_deref())?
+    /// out = fma(weight, row, out) for the shared expert's rows.
+    fn add_shared(&self, shared: &Shared, x: &[f32], rows: &[f32], out: &mut [f32]) {
+        let hidden = self.hidden();
+        let tokens = x.chunks_exact(hidden).zip(rows.chunks_exact(hidden));
+        for ((x, rows), out) in tokens.zip(out.chunks_exact_mut(hidden)) {
+            let weight = match &shared.gate {
+                None => 1.0,
+                // swish(1, z) = 1 / (1 + e^-z), the project's one exp.
+                Some(gate) => swish(1.0, x.iter().zip(gate).map(|(x, g)| x * g).sum()),
+            };
+            for (out, &row) in out.iter_mut().zip(rows) {
+                *out = fma(weight, row, *out);
             }
-        };
-        let used = f.packed.groups.len();
-        Ok((out, self.report(Backend::Cpu, self.cpu_kernel(), used, 0)))
-    }
-
-    fn cpu_kernel(&self) -> Vec<String> {
-        vec![
-            self.cpu
-                .kernel_name(self.experts.geometry().format)
-                .to_owned(),
-        ]
-    }
-
-    /// y[rows of `groups`] on the CPU.
-    fn cpu_experts(
-        &self,
-        f: &Forward<'_>,
-        groups: &[GroupRange],
-        y: &mut [f32],
-    ) -> Result<(), MoeError> {
-        let tokens = packed_tokens(f);
-        let groups = expert_groups(groups, &tokens);
-        Ok(self
-            .cpu
-            .expert_ffn(self.experts.view()?, self.activation, f.x, &groups, y)?)
-    }
-
-    /// The output [T, H] of all experts on the CPU.
-    fn cpu_layer(&self, f: &Forward<'_>) -> Result<Vec<f32>, MoeError> {
-        let tokens = packed_tokens(f);
-        let slots = Slots {
-            top_k: f.routing.top_k,
-            output_index: &f.packed.output_index,
-            weights: &f.routing.weights,
-        };
-        let mut out = vec![0.0; f.x.len()];
-        self.cpu.expert_layer(
-            self.experts.view()?,
-            self.activation,
-            f.x,
-            &expert_groups(&f.packed.groups, &tokens),
-            slots,
-            &mut out,
-        )?;
-        Ok(out)
-    }
-
-    /// The shared expert's rows [T, H] on the CPU.
-    fn cpu_shared(&self, f: &Forward<'_>) -> Result<Option<Vec<f32>>, MoeError> {
-        let Some(shared) = &self.shared else {
-            return Ok(None);
-        };
-        let tokens: Vec<u32> = (0..f.tokens as u32).collect();
-        let group = ExpertGroup {
-            expert: 0,
-            start: 0,
-            tokens: &tokens,
-        };
-        let mut rows = vec![0.0; f.x.len()];
-        self.cpu.expert_ffn(
-            shared.bank.view()?,
-            self.activation,
-            f.x,
-            &[group],
-            &mut rows,
-        )?;
-        Ok(Some(rows))
-    }
-
-    fn combine(
-        &self,
-        f: &Forward<'_>,
-        y: &[f32],
-        shared: Option<&[f32]>,
-    ) -> Result<Vec<f32>, MoeError> {
-        let mut out = vec![0.0; f.x.len()];
-        let parts = Combine {
-            y,
-            hidden: self.hidden(),
-            top_k: f.routing.top_k,
-            output_index: &f.packed.output_index,
-            weights: &f.routing.weights,
-            shared: shared.map(|rows| (rows, &f.shared_weights[..])),
-        };
-        combine(parts, &mut out)?;
-        Ok(out)
-    }
-
-    fn report(
-        &self,
-        backend: Backend,
-        kernels: Vec<String>,
-        cpu_experts: usize,
-        gpu_experts: usize,
-    ) -> ForwardReport {
-        let routed = (cpu_experts + gpu_experts) * self.experts.geometry().expert_bytes();
-        let shared = self
-            .shared
-            .as_ref()
-            .map_or(0, |s| s.bank.geometry().expert_bytes());
-        ForwardReport {
-            backend,
-            kernels,
-            cpu_experts,
-            gpu_experts,
-            weight_bytes: routed + shared,
-            seconds: 0.0,
         }
     }
 
-    #[cfg(not(feature = "cuda"))]
-    fn forward_gpu(
-        &mut self,
-        _: &Forward<'_>,
-        _: Backend,
-    ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
+    fn check_gpu(&self) -> Result<(), MoeError> {
+        #[cfg(feature = "cuda")]
+        let reason = match self.transfer {
+            Some(_) => return Ok(()),
+            None => "this block was built for the CPU only",
+        };
+        #[cfg(not(feature = "cuda"))]
+        let reason = "built without the cuda feature";
         Err(MoeError::Backend {
             backend: "gpu",
-            reason: "built without the cuda feature".into(),
+            reason: reason.into(),
         })
     }
 
-    #[cfg(feature = "cuda")]
-    fn forward_gpu(
-        &mut self,
-        f: &Forward<'_>,
-        backend: Backend,
-    ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
-        let Some(mut gpu) = self.gpu.take() else {
-            return Err(MoeError::Backend {
-                backend: "gpu",
-                reason: "this block was built for the CPU only".into(),
-            });
-        };
-        let result = match backend {
-            Backend::Both => self.forward_both(f, &mut gpu),
-            Backend::Cpu | Backend::Gpu => gpu.forward(f, self.activation).map(|(out, kernels)| {
-                (
-                    out,
-                    self.report(Backend::Gpu, kernels, 0, f.packed.groups.len()),
-                )
-            }),
-        };
-        self.gpu = Some(gpu);
-        result
-    }
-
-    /// Large groups on the GPU while the CPU computes the small ones; the sum on the CPU, in
-    /// slot order whoever computed a row.
-    #[cfg(feature = "cuda")]
-    fn forward_both(
-        &self,
-        f: &Forward<'_>,
-        gpu: &mut GpuBlock,
-    ) -> Result<(Vec<f32>, ForwardReport), MoeError> {
-        let (large, small): (Vec<GroupRange>, Vec<GroupRange>) = f
-            .packed
-            .groups
-            .iter()
-            .partition(|g| g.end - g.start >= BOTH_THRESHOLD_ROWS);
-        let shared_on_gpu = f.tokens >= BOTH_THRESHOLD_ROWS;
-        let mut y = vec![0.0; f.packed.rows * self.hidden()];
-        let mut kernels = self.cpu_kernel();
-        let pending = gpu.start(f, &large, shared_on_gpu, self.activation)?;
-        let on_cpu = self
-            .cpu_experts(f, &small, &mut y)
-            .and_then(|()| match shared_on_gpu {
-                true => Ok(None),
-                false => self.cpu_shared(f),
-            });
-        // The GPU's work is waited for whether or not the CPU's succeeded.
-        let on_gpu = gpu.finish(f, &large, shared_on_gpu, &mut y);
-        let shared = match (on_cpu?, on_gpu?) {
-            (Some(rows), _) | (None, Some(rows)) => Some(rows),
-            (None, None) => None,
-        };
-        kernels.extend(pending);
-        let out = self.combine(f, &y, shared.as_deref())?;
-        Ok((
-            out,
-            self.report(Backend::Both, kernels, small.len(), large.len()),
-        ))
+    /// What the routed experts' forward and the shared one's did.
+    fn report(&self, backend: Backend, reports: &[LayerReport]) -> ForwardReport {
+        let layers = std::iter::once(&self.experts).chain(self.shared.iter().map(|s| &s.layer));
+        let weight_bytes = layers.zip(reports).map(|(layer, report)| {
+            report.division.summary().experts * layer.bank().geometry().expert_bytes()
+        });
+        let routed = reports.first().map(|r| r.division.summary());
+        let routed = routed.unwrap_or_default();
+        let mut kernels = Vec::new();
+        let on_cpu = |r: &LayerReport| r.division.summary().cpu.shares > 0;
+        if backend == Backend::Cpu || reports.iter().any(on_cpu) {
+            let format = self.experts().geometry().format;
+            kernels.push(self.cpu.kernel_name(format).to_owned());
+        }
+        for name in reports.iter().flat_map(|r| &r.kernels) {
+            if !kernels.contains(name) {
+                kernels.push(name.clone());
+            }
+        }
+        ForwardReport {
+            backend,
+            kernels,
+            cpu_experts: routed.cpu.shares,
+            gpu_experts: routed.gpu.shares,
+            weight_bytes: weight_bytes.sum(),
+            seconds: 0.0,
+        }
     }
 }
 
-/// One forward's inputs.
-pub(super) struct Forward<'a> {
-    /// [T, H].
-    pub(super) x: &'a [f32],
-    pub(super) tokens: usize,
-    pub(super) routing: &'a Routing,
-    pub(super) packed: &'a Packed,
-    /// `[T]`, empty without a shared expert.
-    pub(super) shared_weights: Vec<f32>,
-}
-/// The token of each packed row.
-fn packed_tokens(f: &Forward<'_>) -> Vec<u32> {
-    f.packed.source_token.iter().map(|&t| t as u32).collect()
+/// A layer that shares threads and devices with `experts`.
+fn beside(
+    experts: &MoeLayer,
+    bank: Arc<ExpertBank>,
+    activation: Activation,
+) -> Result<MoeLayer, MoeError> {
+    MoeLayer::builder(bank)
+        .activation(activation)
+        .sharing(experts)
+        .build()
 }
 
-/// Ranges of packed rows as the CPU engine takes them.
-fn expert_groups<'a>(groups: &[GroupRange], tokens: &'a [u32]) -> Vec<ExpertGroup<'a>> {
-    groups
-        .iter()
-        .map(|g| ExpertGroup {
-            expert: g.expert,
-            start: g.start,
-            tokens: &tokens[g.start..g.end],
-        })
-        .collect()
+/// Brings all experts of a layer into HBM.
+#[cfg(feature = "cuda")]
+fn all_resident(layer: &MoeLayer, gpu: &Gpu) -> Result<(), MoeError> {
+    let geometry = layer.bank().geometry();
+    let all: Vec<u32> = (0..geometry.experts as u32).collect();
+    layer.make_resident(&all)?;
+    let held = layer.resident().len();
+    if held < all.len() {
+        return Err(DriverError::OutOfMemory {
+            what: "device",
+            bytes: geometry.bank_bytes() as u64,
+            detail: format!(
+                "GPU {} holds {held} of {} experts; use staged transfer",
+                gpu.ordinal(),
+                all.len()
+            ),
+        }
+        .into());
+    }
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! Errors of MoE layers.
 
+use super::division::DivisionError;
 use super::layout::LayoutError;
 use super::routing::RoutingError;
 use asym_gemm_cpu::CpuError;
@@ -47,6 +48,17 @@ pub enum MoeError {
         /// Bytes of one expert.
         expert_bytes: usize,
     },
+    /// An id that is no expert.
+    #[error("expert {expert} is not in 0..{experts}")]
+    Expert {
+        /// The id.
+        expert: u32,
+        /// Number of experts.
+        experts: usize,
+    },
+    /// A policy's division does not cover the forward's work.
+    #[error("the policy's division: {0}")]
+    Division(#[from] DivisionError),
     /// The bank does not fit into memory.
     #[error(transparent)]
     Memory(#[from] crate::system::MemoryShort),

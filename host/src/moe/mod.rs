@@ -4,22 +4,19 @@
 //! - [`routing`]: router logits to expert ids and weights, for each scoring in use.
 //! - [`layout`]: expert ids to rows grouped by expert, and back.
 //! - [`ExpertBank`]: all experts' weights in one allocation that CPU and GPU read.
+//! - [`division`]: what each side computes of a forward, and the policies that decide it.
+//! - [`layer`]: the experts of one layer on CPU and GPUs at once.
 //! - [`MoeBlock`]: the block of a decoder layer, on the CPU, the GPU or both.
 
 mod bank;
 mod block;
+pub mod division;
 mod error;
-#[cfg(feature = "cuda")]
-mod gpu;
-#[cfg(feature = "cuda")]
-mod gpu_block;
+pub mod layer;
 pub mod layout;
 pub mod routing;
 
 pub use bank::ExpertBank;
-pub use block::{BOTH_THRESHOLD_ROWS, Backend, BlockParts, ForwardReport, MoeBlock};
+pub use block::{Backend, BlockParts, ForwardReport, MoeBlock};
 pub use error::MoeError;
-#[cfg(feature = "cuda")]
-pub use gpu::{ExpertsPlan, GpuExperts};
-#[cfg(feature = "cuda")]
-pub use gpu_block::GpuBlock;
+pub use layer::{LayerReport, MoeLayer, MoeLayerBuilder};

@@ -171,14 +171,31 @@ impl Ring {
         }
     }
 
-    /// Makes `compute` wait for the slot's copies.
+    /// Ends the slot's copies: [`Ring::join`] waits for those so far.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn end(&self, slot: usize) -> Result<(), DriverError> {
+        self.check("Ring::end", slot)?;
+        self.filled[slot].record(&self.copies)
+    }
+
+    /// Makes `compute` wait for the slot's copies, which have ended.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn join(&self, slot: usize, compute: &Stream) -> Result<(), DriverError> {
+        self.check("Ring::join", slot)?;
+        compute.wait(&self.filled[slot])
+    }
+
+    /// [`Ring::end`] and [`Ring::join`].
     ///
     /// # Errors
     /// If the driver fails.
     pub fn finish(&self, slot: usize, compute: &Stream) -> Result<(), DriverError> {
-        self.check("Ring::finish", slot)?;
-        self.filled[slot].record(&self.copies)?;
-        compute.wait(&self.filled[slot])
+        self.end(slot)?;
+        self.join(slot, compute)
     }
 
     /// Gives the slot back after the work now on `compute`.

@@ -23,6 +23,7 @@ const NOT_INITIALISED: u32 = 3;
 const INVALID_CONTEXT: u32 = 201;
 const INVALID_PTX: u32 = 218;
 const NOT_FOUND: u32 = 500;
+const LAUNCH_FAILED: u32 = 719;
 
 /// What `fake_set` changes and `fake_get` reads.
 static KNOBS: [AtomicI64; 16] = [const { AtomicI64::new(0) }; 16];
@@ -37,6 +38,10 @@ const CAPTURING: usize = 7;
 const MODULES_LOADED: usize = 8;
 const SHARED_LIMIT: usize = 9;
 const CALLS_AFTER_FORK: usize = 10;
+/// Any kernel is there; one named after a GEMM takes three parameters, the others one.
+const EVERY_KERNEL: usize = 11;
+/// Calls until one fails that makes, starts or waits for something.
+const FAIL_IN: usize = 12;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_set(knob: usize, value: i64) {
@@ -67,8 +72,19 @@ fn current() -> usize {
     CONTEXTS.with_borrow(|stack| stack.last().copied().unwrap_or(0))
 }
 
-/// Calls that need a context return this without one.
+/// Calls that make, start or wait for something need a context, and can be made to fail.
 fn with_context(call: impl FnOnce() -> u32) -> u32 {
+    releasing(|| match knob(FAIL_IN) {
+        0 => call(),
+        left => {
+            count(FAIL_IN, -1);
+            if left == 1 { LAUNCH_FAILED } else { call() }
+        }
+    })
+}
+
+/// Calls that need a context return this without one.
+fn releasing(call: impl FnOnce() -> u32) -> u32 {
     let owner = INITIALISED_BY.load(SeqCst);
     if owner != 0 && owner != u64::from(std::process::id()) {
         count(CALLS_AFTER_FORK, 1);
@@ -182,11 +198,16 @@ export! {
             0
         })
     }
-    cuModuleUnload(_module: usize) { with_context(|| { count(LIVE_OBJECTS, -1); 0 }) }
+    cuModuleUnload(_module: usize) { releasing(|| { count(LIVE_OBJECTS, -1); 0 }) }
     cuModuleGetFunction(function: *mut usize, _module: usize, name: *const c_char) {
         with_context(|| {
-            if CStr::from_ptr(name) != c"axpy" { return NOT_FOUND }
-            *function = 0x3000;
+            let name = CStr::from_ptr(name).to_string_lossy();
+            *function = match (&*name, knob(EVERY_KERNEL)) {
+                ("axpy", _) => 0x3002,
+                (_, 0) => return NOT_FOUND,
+                (name, _) if name.contains("gemm") => 0x3003,
+                _ => 0x3001,
+            };
             0
         })
     }
@@ -199,8 +220,8 @@ export! {
         fake_set(SHARED_LIMIT, value.into());
         0
     }
-    cuFuncGetParamInfo(_function: usize, index: usize, offset: *mut usize, bytes: *mut usize) {
-        if index >= 2 { return INVALID_VALUE }
+    cuFuncGetParamInfo(function: usize, index: usize, offset: *mut usize, bytes: *mut usize) {
+        if index >= function - 0x3000 { return INVALID_VALUE }
         *offset = 8 * index;
         *bytes = 8;
         0
@@ -210,7 +231,8 @@ export! {
         shared: c_uint, stream: usize, params: *mut *mut c_void, extra: *mut *mut c_void
     ) {
         if !extra.is_null() { return INVALID_VALUE }
-        let mut sum = function as i64;
+        if function != 0x3002 { return with_context(|| 0) }
+        let mut sum = 0x3000;
         for (digit, part) in [gx, gy, gz, bx, by, bz, shared].into_iter().enumerate() {
             sum += i64::from(part) * (digit as i64 + 3);
         }
@@ -234,7 +256,7 @@ export! {
             0
         })
     }
-    cuStreamDestroy_v2(_stream: usize) { with_context(|| { count(LIVE_OBJECTS, -1); 0 }) }
+    cuStreamDestroy_v2(_stream: usize) { releasing(|| { count(LIVE_OBJECTS, -1); 0 }) }
     cuStreamSynchronize(_stream: usize) { with_context(|| 0) }
     cuStreamQuery(_stream: usize) { with_context(|| 0) }
     cuStreamWaitEvent(_stream: usize, _event: usize, _flags: c_uint) { with_context(|| 0) }
@@ -258,7 +280,7 @@ export! {
     cuEventCreate(event: *mut usize, _flags: c_uint) {
         with_context(|| { count(LIVE_OBJECTS, 1); *event = 0x7000; 0 })
     }
-    cuEventDestroy_v2(_event: usize) { with_context(|| { count(LIVE_OBJECTS, -1); 0 }) }
+    cuEventDestroy_v2(_event: usize) { releasing(|| { count(LIVE_OBJECTS, -1); 0 }) }
     cuEventRecord(_event: usize, _stream: usize) { with_context(|| 0) }
     cuEventSynchronize(_event: usize) { with_context(|| 0) }
     cuEventQuery(_event: usize) { 600 }
@@ -283,7 +305,7 @@ export! {
         })
     }
     cuMemFree_v2(pointer: u64) {
-        with_context(|| {
+        releasing(|| {
             let host = (pointer - SHIFT) as usize;
             let Some(layout) = MEMORY.lock().unwrap().remove(&host) else { return INVALID_VALUE };
             dealloc(host as *mut u8, layout);
@@ -333,7 +355,7 @@ export! {
             0
         })
     }
-    cuMemHostUnregister(_pointer: usize) { with_context(|| { count(LIVE_OBJECTS, -1); 0 }) }
+    cuMemHostUnregister(_pointer: usize) { releasing(|| { count(LIVE_OBJECTS, -1); 0 }) }
     cuMemHostGetDevicePointer_v2(device: *mut u64, host: usize, flags: c_uint) {
         if flags != 0 { return INVALID_VALUE }
         *device = host as u64;
@@ -355,5 +377,16 @@ export! {
         }
         std::ptr::copy_nonoverlapping(words.as_ptr(), map, words.len().min(16));
         0
+    }
+}
+
+// Drivers before 12.0 lack it.
+#[cfg(not(before_12))]
+export! {
+    cuLaunchKernelEx(
+        config: *const c_void, _function: usize, params: *mut *mut c_void, extra: *mut *mut c_void
+    ) {
+        if config.is_null() || params.is_null() || !extra.is_null() { return INVALID_VALUE }
+        with_context(|| 0)
     }
 }

@@ -10,7 +10,8 @@
 //! | `pack_rows_s8_blocks`   | rows                  | 128   | gather, quantise each 128 columns         |
 //! | `activate_bf16`         | rows, slices          | 128   | h = act(gate, up), rounded to bf16        |
 //! | `activate_s8`           | rows, slices          | 128   | h = act(gate, up), quantised by slice     |
-//! | `combine_f32`           | T, ceil(hidden / 256) | 256   | weighted sum of a token's expert outputs  |
+//! | `combine`               | T, ceil(hidden / 256) | 256   | weighted sum of a token's expert outputs  |
+//! | `group_rows`            | 1                     | 1024  | slots of a few tokens grouped by expert   |
 //! | `read_probe`            | any                   | 256   | reads a buffer, for the link's rate       |
 //!
 //! Rows run along the grid's x, which has no 65,535 limit.
@@ -20,6 +21,8 @@ pub const FAMILY: &str = "elementwise";
 
 /// Threads of a block of the pack and activate kernels: one for each column of a slice.
 pub const ROW_THREADS: u32 = 128;
+/// Most slots that `group_rows` takes, and its threads.
+pub const GROUP_SLOTS: u32 = 1024;
 /// Threads of a block of the combine kernel.
 pub const COMBINE_THREADS: u32 = 256;
 
@@ -27,6 +30,8 @@ pub const COMBINE_THREADS: u32 = 256;
 mod activate;
 #[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
 mod combine;
+#[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
+mod group;
 #[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]
 mod pack;
 #[cfg(all(target_arch = "nvptx64", feature = "elementwise"))]

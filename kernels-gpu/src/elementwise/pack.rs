@@ -19,7 +19,8 @@ unsafe fn token_row(args: &PackRowsArgs) -> Option<u64> {
     if token < 0 {
         return None;
     }
-    Some(args.x + token as u64 * args.x_stride * 4)
+    let element_bytes = if args.x_bf16 != 0 { 2 } else { 4 };
+    Some(args.x + token as u64 * args.x_stride * element_bytes)
 }
 
 /// Column `k` of the token, 0 past the end and for padding.
@@ -29,8 +30,16 @@ unsafe fn token_row(args: &PackRowsArgs) -> Option<u64> {
 #[inline(always)]
 unsafe fn value(args: &PackRowsArgs, row: Option<u64>, k: u32) -> f32 {
     match row {
-        // SAFETY: k is inside the row.
-        Some(row) if k < args.hidden => unsafe { global::load_read_only_f32(row + k as u64 * 4) },
+        Some(row) if k < args.hidden => {
+            // SAFETY: k is inside the row.
+            unsafe {
+                if args.x_bf16 != 0 {
+                    bf16::decode(global::load_read_only_u16(row + k as u64 * 2))
+                } else {
+                    global::load_read_only_f32(row + k as u64 * 4)
+                }
+            }
+        }
         _ => 0.0,
     }
 }

@@ -31,6 +31,21 @@ pub(crate) unsafe fn load_read_only_f32(address: u64) -> f32 {
     f32::from_bits(unsafe { load_read_only(address) })
 }
 
+/// Loads 2 bytes that nothing writes during the kernel.
+///
+/// # Safety
+/// See the module's contract.
+#[inline(always)]
+pub(crate) unsafe fn load_read_only_u16(address: u64) -> u16 {
+    let value: u16;
+    // SAFETY: the caller keeps the module's contract.
+    unsafe {
+        asm!("ld.global.nc.b16 {0}, [{1}];", out(reg16) value, in(reg64) address,
+             options(pure, readonly, nostack));
+    }
+    value
+}
+
 /// Loads 16 bytes that nothing writes during the kernel.
 ///
 /// # Safety

@@ -113,6 +113,9 @@ impl Options {
     }
 }
 
+/// Gives a layer its policy.
+type SetPolicy = Box<dyn FnOnce(&MoeLayer)>;
+
 fn routings(tokens: usize, experts: usize, top_k: usize) -> Vec<Routing> {
     let mut random = Random(7);
     let mut one = || {
@@ -259,7 +262,7 @@ fn main() -> Result<(), Failure> {
             .collect();
         let x = DeviceBuffer::from_slice(&gpu, &x)?;
         let mut out = DeviceBuffer::<bf16>::zeroed(&gpu, tokens * hidden)?;
-        let mut policies: Vec<(String, Box<dyn FnOnce(&MoeLayer)>)> = vec![
+        let mut policies: Vec<(String, SetPolicy)> = vec![
             (
                 "cpu-only".into(),
                 Box::new(|l| l.set_policy(FixedPolicy::CpuOnly)),

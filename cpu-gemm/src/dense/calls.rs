@@ -139,6 +139,7 @@ where
 ///
 /// # Errors
 /// As [`single`], for any of the problems, counted over all groups.
+#[expect(clippy::type_complexity, reason = "a group says its layouts by type")]
 pub fn grouped<T, D, LA: Layout, LB: Layout, LD: Layout>(
     engine: &Engine,
     groups: &mut [Group<'_, '_, T, D, T::Scalar, LA, LB, LD>],

@@ -76,7 +76,7 @@ pub fn gather_rows<T: Copy>(
     Ok(out)
 }
 
-/// Y[rows of a group] = X[rows of a group] · W[expert]ᵀ, for packed rows X [M, K], weights W
+/// Y\[rows of a group\] = X\[rows of a group\] · W\[expert\]ᵀ, for packed rows X [M, K], weights W
 /// [E, N, K] and Y [M, N], as one grouped GEMM. Rows outside the groups keep what they hold.
 ///
 /// # Errors

@@ -78,6 +78,7 @@ impl GpuGemm {
     ///
     /// # Errors
     /// As [`Self::single`].
+    #[expect(clippy::type_complexity, reason = "a problem says its layouts by type")]
     pub fn grouped<T, D, LA: Layout, LB: Layout, LD: Layout>(
         &mut self,
         groups: &mut [(Gemm<T::Scalar>, &mut [GpuProblem<'_, T, D, LA, LB, LD>])],
@@ -106,6 +107,7 @@ impl GpuGemm {
     /// # Safety
     /// Operands stay alive and unchanged by others until the work on `stream` is done, and so does
     /// this value.
+    #[expect(clippy::type_complexity, reason = "a problem says its layouts by type")]
     pub unsafe fn enqueue<T, D, LA: Layout, LB: Layout, LD: Layout>(
         &mut self,
         groups: &mut [(Gemm<T::Scalar>, &mut [GpuProblem<'_, T, D, LA, LB, LD>])],

@@ -307,7 +307,8 @@ fn scattered_rows_are_a_packing() {
             rows.push(row);
         }
         let mut stable: Vec<i32> = want.output_index.into_iter().filter(|&r| r >= 0).collect();
-        (rows.sort_unstable(), stable.sort_unstable());
+        rows.sort_unstable();
+        stable.sort_unstable();
         assert_eq!(rows, stable);
     }
 }

@@ -32,8 +32,8 @@ macro_rules! value {
     };
 }
 value!(f32, 1.2e-7, |x| x as f32, f64::from);
-value!(bf16, 7.9e-3, |x| bf16::from_f64(x), |x: bf16| x.to_f64());
-value!(f16, 9.8e-4, |x| f16::from_f64(x), |x: f16| x.to_f64());
+value!(bf16, 7.9e-3, bf16::from_f64, |x: bf16| x.to_f64());
+value!(f16, 9.8e-4, f16::from_f64, |x: f16| x.to_f64());
 value!(i8, 0.0, |x: f64| (x * 40.0) as i8, f64::from);
 value!(i32, 0.0, |x: f64| (x * 1000.0) as i32, f64::from);
 

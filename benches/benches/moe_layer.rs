@@ -241,6 +241,7 @@ fn main() -> Result<(), Failure> {
         .devices(&gpus)
         .engine(engine)
         .build()?;
+    let model = Model::new(Rates::default())?.shared();
     println!(
         "| T | division | ms | of floor | enqueued ms | CPU ms | CPU MB | copied MB | pieces |"
     );

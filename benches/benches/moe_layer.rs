@@ -113,6 +113,9 @@ impl Options {
     }
 }
 
+/// Gives a layer its policy.
+type SetPolicy = Box<dyn FnOnce(&MoeLayer)>;
+
 fn routings(tokens: usize, experts: usize, top_k: usize) -> Vec<Routing> {
     let mut random = Random(7);
     let mut one = || {
@@ -241,7 +244,13 @@ fn main() -> Result<(), Failure> {
         .devices(&gpus)
         .engine(engine)
         .build()?;
-    let model = Model::new(Rates::default())?.shared();
+    // One model for all token counts, as layers in use share one.
+    let model = Model::new(Rates {
+        dram_gb_s: read,
+        link_gb_s: copy,
+        ..Rates::default()
+    })?
+    .shared();
     println!(
         "| T | division | ms | of floor | enqueued ms | CPU ms | CPU MB | copied MB | pieces |"
     );
@@ -253,7 +262,7 @@ fn main() -> Result<(), Failure> {
             .collect();
         let x = DeviceBuffer::from_slice(&gpu, &x)?;
         let mut out = DeviceBuffer::<bf16>::zeroed(&gpu, tokens * hidden)?;
-        let mut policies: Vec<(String, Box<dyn FnOnce(&MoeLayer)>)> = vec![
+        let mut policies: Vec<(String, SetPolicy)> = vec![
             (
                 "cpu-only".into(),
                 Box::new(|l| l.set_policy(FixedPolicy::CpuOnly)),

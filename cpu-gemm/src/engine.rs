@@ -13,6 +13,7 @@ use crate::ffn::{self, Call, Destination, ExpertGroup};
 use crate::gemm::{self, GroupRange, Output};
 use crate::isa::{Features, ISA_VARIABLE, Isa};
 use crate::kernels::Kernel;
+use crate::kernels::fp4::{Mxfp4, Nvfp4};
 use crate::matrix::{Bf16Weights, Fp8Weights, Int8Rows, Int8Weights, MatrixMut, MatrixRef};
 use crate::pool::{Workers, default_workers};
 use crate::tokens::Rows;
@@ -344,6 +345,8 @@ macro_rules! compiled {
                     WeightFormat::Int8PerRow => ffn::run::<recipe::PerRow, Self>,
                     WeightFormat::Int8Block128 => ffn::run::<recipe::Block128, Self>,
                     WeightFormat::Fp8Block128 => ffn::run::<recipe::Fp8, Self>,
+                    WeightFormat::Nvfp4 => ffn::run::<recipe::Expanding<Nvfp4>, Self>,
+                    WeightFormat::Mxfp4 => ffn::run::<recipe::Expanding<Mxfp4>, Self>,
                 };
                 engine.with_workspace(|kernel, workers, workspace| {
                     run(kernel, workers, workspace, call, destination)

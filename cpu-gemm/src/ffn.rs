@@ -556,7 +556,8 @@ struct GateUpPanels<'a> {
 impl Weights for GateUpPanels<'_> {
     #[inline(always)]
     fn panel(&self, p: usize) -> Panel<'_> {
-        Panel::packed(self.expert.gate_up_panel(self.slice, self.first + p))
+        self.expert
+            .panel(self.expert.gate_up_panel(self.slice, self.first + p))
     }
 
     #[inline(always)]
@@ -813,7 +814,7 @@ impl<R: Recipe, O: Output> DownPanel<'_, '_, R, O> {
 
     #[inline(always)]
     fn multiply_slice<M: Multiply>(&self, m: M, slice: usize, sums: &mut [Tile<R::Sum>]) {
-        let weights = Panel::packed(self.expert.down_panel(slice, self.panel));
+        let weights = self.expert.panel(self.expert.down_panel(slice, self.panel));
         let span = Span {
             unit: slice * self.job.geometry().down_units(),
             block: slice,

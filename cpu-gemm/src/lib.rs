@@ -12,6 +12,7 @@
 mod amx_permission;
 mod bank;
 mod combine;
+pub mod dense;
 mod engine;
 mod errors;
 mod ffn;
@@ -20,6 +21,7 @@ mod isa;
 mod kernels;
 mod matrix;
 mod memory;
+mod pack;
 pub mod pool;
 pub mod probe;
 mod product;
@@ -36,7 +38,7 @@ mod vector;
 mod wide;
 mod workspace;
 
-pub use bank::{BankRef, ExpertSource, UnpackedExpert, pack_expert, unpack};
+pub use bank::BankRef;
 pub use combine::{Combine, Slots, combine};
 pub use engine::Engine;
 pub use errors::CpuError;
@@ -48,5 +50,6 @@ pub use matrix::{
     MatrixRef, PackedRef, WeightElement, WeightsRef,
 };
 pub use memory::HugeBuffer;
+pub use pack::{ExpertSource, StoredRow, UnpackedExpert, pack_expert, unpack};
 pub use router::{Router, router_logits};
 pub use tokens::Rows;

@@ -7,12 +7,14 @@
 //! the block. For the product with h the blocks are the slices of I, for the one with x they
 //! are what one scale covers: all of K, or 128 of it.
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::{PANEL_ROWS, SLICE, UNIT_ROW_BYTES};
 use asym_gemm_formats::{bf16, int8};
 use bytemuck::Pod;
 
+use crate::kernels::fp4::Fp4;
 use crate::kernels::{Group, Multiply, Panel, Products, Span};
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::vector::{Vector, VectorMath};
@@ -247,6 +249,71 @@ impl Recipe for Fp8 {
     #[inline(always)]
     fn add<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F, y: V::F) -> V::F {
         v.fma(v.load(sums), scale, y)
+    }
+}
+
+/// fp4 weights, bf16 activations, f32 sums inside a block of 128 of K.
+///
+/// As [`Fp8`], with the scales of 16 or 32 columns expanded into the bf16 values. What is scaled
+/// after a block is the scale of the whole matrix.
+pub(crate) struct Expanding<F>(PhantomData<F>);
+
+impl<F: Fp4> Recipe for Expanding<F> {
+    type Code = u16;
+    type Sum = f32;
+    const BLOCKED_X: bool = true;
+    const BLOCKED_H: bool = true;
+    const DOWN_ROWS_SCALED: bool = true;
+    const EXACT: bool = false;
+    const X_UNIT_BYTES: usize = Fp8::X_UNIT_BYTES;
+
+    #[inline(always)]
+    fn encode<V: Vector>(v: V, x: &[f32], codes: &mut [u16], scales: &mut [f32], sums: &mut [i32]) {
+        Bf16::encode(v, x, codes, scales, sums);
+    }
+
+    #[inline(always)]
+    fn encode_hidden<V: Vector>(
+        v: V,
+        h: &[Lanes<f32>],
+        words: &mut [Lanes<u32>],
+        scales: &mut Lanes<f32>,
+        sums: &mut Lanes<i32>,
+    ) {
+        Bf16::encode_hidden(v, h, words, scales, sums);
+    }
+
+    #[inline(always)]
+    fn multiply<M: Multiply>(
+        m: M,
+        panel: Panel<'_>,
+        x: &[Group<'_>],
+        span: Span,
+        sums: Products<'_, f32>,
+    ) {
+        assert_eq!(panel.total_units(), 1, "a block of K is one unit");
+        let mut expanded = MaybeUninit::uninit();
+        let expanded = m.expand_fp4::<F>(panel, &mut expanded);
+        let span = Span {
+            unit: 2 * span.unit,
+            ..span
+        };
+        m.bf16(expanded.panel(), x, span, sums);
+    }
+
+    #[inline(always)]
+    fn scale<V: Vector>(v: V, tokens: V::F, row: f32) -> V::F {
+        Fp8::scale(v, tokens, row)
+    }
+
+    #[inline(always)]
+    fn first<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F) -> V::F {
+        Fp8::first(v, sums, scale)
+    }
+
+    #[inline(always)]
+    fn add<V: Vector>(v: V, sums: &Lanes<f32>, scale: V::F, y: V::F) -> V::F {
+        Fp8::add(v, sums, scale, y)
     }
 }
 

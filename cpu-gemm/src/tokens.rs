@@ -237,6 +237,8 @@ impl<'a> Groups<'a> {
                         sums[t] = sum;
                     }
                 }
+                // Products of tiles need none.
+                None if M::LAYOUT == TokenLayout::Tiles => {}
                 None => {
                     let span = if self.blocks == 1 {
                         row.codes.len().max(1)
@@ -260,12 +262,13 @@ impl<'a> Groups<'a> {
             TokenLayout::Tiles => {
                 let v = m.vector();
                 let (tiles, _) = bytes.as_chunks_mut::<{ size_of::<Tile<u32>>() }>();
-                // As long as all 16 have a whole line: from the rows to the tile in registers.
-                let shared = rows.iter().map(|row| row.len() / LINE).min().unwrap_or(0);
+                // As long as all have a whole line: from the rows to the tile in registers.
+                let lines = rows[..tokens].iter().map(|row| row.len() / LINE);
+                let shared = lines.min().unwrap_or(0);
                 let (whole, rest) = tiles.split_at_mut(shared);
                 for (i, out) in whole.iter_mut().enumerate() {
                     let mut lines = [v.splat_int(0); TOKENS];
-                    for (words, row) in lines.iter_mut().zip(&rows) {
+                    for (words, row) in lines.iter_mut().zip(&rows[..tokens]) {
                         let line: Lanes<i32> =
                             bytemuck::pod_read_unaligned(&row[i * LINE..][..LINE]);
                         *words = v.load_int(&line);

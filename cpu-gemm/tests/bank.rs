@@ -2,9 +2,9 @@
 
 mod common;
 
-use asym_gemm_cpu::{BankRef, CpuError, ExpertSource, pack_expert, unpack};
-use asym_gemm_formats::WeightFormat;
+use asym_gemm_cpu::{BankRef, CpuError, ExpertSource, StoredRow, pack_expert, unpack};
 use asym_gemm_formats::bank::Projection;
+use asym_gemm_formats::{WeightFormat, e2m1, e4m3, e8m0};
 use common::*;
 use half::bf16;
 
@@ -50,6 +50,10 @@ fn round_trip() {
                         check_fp8(got, &e.weights[p], k);
                         continue;
                     }
+                    if let Some(group) = format.scale_group() {
+                        check_fp4(got, &e.weights[p], k, group);
+                        continue;
+                    }
                     let span = if format == WeightFormat::Int8PerRow {
                         k
                     } else {
@@ -70,6 +74,10 @@ fn round_trip() {
                         true => assert_same("bias", back.bias(p).unwrap(), &e.bias[p as usize]),
                         false => assert!(back.bias(p).is_none()),
                     }
+                }
+                if format.scale_group().is_some() {
+                    // A scale is not found again where no element has the largest code.
+                    continue;
                 }
                 let mut again = vec![0x11; g.expert_bytes()];
                 pack_expert(g, &mut again, &back).unwrap();
@@ -100,6 +108,125 @@ fn check_fp8(got: &[f32], want: &[f32], k: usize) {
         let half_step = (want.abs() / 16.0).max(largest[&block(i)] / 448.0 / 1024.0);
         let error = (got - want).abs();
         assert!(error <= half_step * 1.001, "element {i}: {got} for {want}");
+    }
+}
+
+/// Each value within half of the largest step of e2m1 at the scale of its group, and what rounding
+/// the scale adds.
+fn check_fp4(got: &[f32], want: &[f32], k: usize, group: usize) {
+    for (got, want) in got.chunks(k).zip(want.chunks(k)) {
+        for (got, want) in got.chunks(group).zip(want.chunks(group)) {
+            let amax = want.iter().fold(0f32, |m, w| m.max(w.abs()));
+            // mxfp4 rounds its scale up to twice as much, nvfp4 by 1/16.
+            let bound = match group {
+                16 => amax * (1.0 / 6.0 + 1.0 / 16.0),
+                _ => amax / 3.0,
+            };
+            for (got, want) in got.iter().zip(want) {
+                assert!(
+                    (got - want).abs() <= bound,
+                    "{got} for {want}, largest {amax}"
+                );
+            }
+        }
+    }
+}
+
+/// Codes and scales that are stored in the bank's format arrive as they are.
+struct Stored(WeightFormat);
+
+impl ExpertSource for Stored {
+    fn row(&self, _: Projection, _: usize, _: &mut [f32]) {
+        panic!("nothing is to be quantised");
+    }
+
+    fn bias(&self, _: Projection) -> Option<&[f32]> {
+        None
+    }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        assert_eq!(format, self.0);
+        for (i, code) in out.codes.iter_mut().enumerate() {
+            *code = stored_code(projection, row, i);
+        }
+        match format.scale_group() {
+            Some(_) => {
+                for (i, scale) in out.scales.iter_mut().enumerate() {
+                    *scale = stored_scale(row, i) as u8 + 0x20;
+                }
+            }
+            None => {
+                for (i, scale) in out.scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                    *scale = stored_scale(row, i).to_le_bytes();
+                }
+            }
+        }
+        Some([1.5, 2.5, 3.5][projection as usize])
+    }
+}
+
+fn stored_code(projection: Projection, row: usize, i: usize) -> u8 {
+    // Neither NaN of e4m3.
+    (row * 7 + i * 3 + projection as usize) as u8 & 0x77
+}
+
+/// The same for 128 rows, as fp8 wants it.
+fn stored_scale(row: usize, i: usize) -> f32 {
+    (row / 128 * 5 + i % 9 + 1) as f32
+}
+
+#[test]
+fn stored_codes_are_copied() {
+    let (hidden, intermediate) = (300, 200);
+    for format in FORMATS {
+        let g = geometry(1, hidden, intermediate, format, false);
+        if format == WeightFormat::Bf16 {
+            continue;
+        }
+        let mut bytes = vec![0xee; g.expert_bytes()];
+        pack_expert(g, &mut bytes, &Stored(format)).unwrap();
+        let back = unpack(g, &bytes).unwrap();
+        for p in PROJECTIONS {
+            let (n, k) = match p {
+                Projection::Down => (hidden, intermediate),
+                _ => (intermediate, hidden),
+            };
+            let mut values = vec![f32::NAN; k];
+            for row in 0..n {
+                back.row(p, row, &mut values);
+                for (i, &value) in values.iter().enumerate() {
+                    let scale = |group: usize| stored_scale(row, i / group);
+                    let nibble = || stored_code(p, row, i / 2) >> (i % 2 * 4);
+                    let global = [1.5, 2.5, 3.5][p as usize];
+                    let byte_scale = |group: usize| scale(group) as u8 + 0x20;
+                    let want = match format {
+                        WeightFormat::Int8PerRow => {
+                            f32::from(stored_code(p, row, i) as i8) * scale(k)
+                        }
+                        WeightFormat::Int8Block128 => {
+                            f32::from(stored_code(p, row, i) as i8) * scale(128)
+                        }
+                        WeightFormat::Fp8Block128 => {
+                            e4m3::decode(stored_code(p, row, i)) * scale(128)
+                        }
+                        WeightFormat::Nvfp4 => {
+                            e2m1::decode(nibble()) * e4m3::decode(byte_scale(16)) * global
+                        }
+                        WeightFormat::Mxfp4 => {
+                            e2m1::decode(nibble()) * e8m0::decode(byte_scale(32))
+                        }
+                        WeightFormat::Bf16 => unreachable!("left out above"),
+                    };
+                    assert_eq!(value, want, "{format} {p:?} {row}, {i}");
+                }
+            }
+        }
     }
 }
 
@@ -163,8 +290,14 @@ fn padding_is_zero() {
             .iter()
             .filter(|&&b| b != 0)
             .count();
-        let elements: usize = e.weights.iter().map(Vec::len).sum();
-        assert_eq!(nonzero, elements * g.format.element_bytes(), "{format}");
+        let want: usize = [(33, 100), (33, 100), (100, 33)]
+            .map(|(rows, k): (usize, usize)| {
+                let scales = format.scale_group().map_or(0, |group| k.div_ceil(group));
+                rows * ((k * format.element_bits()).div_ceil(8) + scales)
+            })
+            .iter()
+            .sum();
+        assert_eq!(nonzero, want, "{format}");
     }
 }
 

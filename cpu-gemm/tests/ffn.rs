@@ -207,9 +207,14 @@ fn kernels_agree_on_int8() {
 
 #[test]
 fn a_nan_stays_in_its_row() {
-    for (format, engine) in [WeightFormat::Bf16, WeightFormat::Fp8Block128]
-        .into_iter()
-        .flat_map(|format| engines().into_iter().map(move |engine| (format, engine)))
+    for (format, engine) in [
+        WeightFormat::Bf16,
+        WeightFormat::Fp8Block128,
+        WeightFormat::Nvfp4,
+        WeightFormat::Mxfp4,
+    ]
+    .into_iter()
+    .flat_map(|format| engines().into_iter().map(move |engine| (format, engine)))
     {
         let bank = Bank::random(geometry(1, 64, 128, format, false), 3);
         let mut x = uniform(&mut rng(4), 3 * 64, 1.0);
@@ -229,11 +234,22 @@ fn a_nan_stays_in_its_row() {
     }
 }
 
-/// In fp8 the kernels of fused multiply-adds give the same bits, as their sums have one order.
+/// In formats that are expanded the kernels of fused multiply-adds give the same bits, as their
+/// sums have one order.
 #[test]
-fn fma_kernels_agree_on_fp8() {
+fn fma_kernels_agree_on_expanded_formats() {
+    for format in [
+        WeightFormat::Fp8Block128,
+        WeightFormat::Nvfp4,
+        WeightFormat::Mxfp4,
+    ] {
+        fma_kernels_agree(format);
+    }
+}
+
+fn fma_kernels_agree(format: WeightFormat) {
     let hidden = 257;
-    let bank = Bank::random(geometry(1, hidden, 300, WeightFormat::Fp8Block128, true), 3);
+    let bank = Bank::random(geometry(1, hidden, 300, format, true), 3);
     let x = uniform(&mut rng(4), 7 * hidden, 5.0);
     let group = [ExpertGroup {
         expert: 0,
@@ -242,7 +258,7 @@ fn fma_kernels_agree_on_fp8() {
     }];
     let mut first: Option<Vec<f32>> = None;
     for engine in engines() {
-        let name = engine.kernel_name(WeightFormat::Fp8Block128);
+        let name = engine.kernel_name(format);
         if !has_portable_order(name) {
             continue;
         }

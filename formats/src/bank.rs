@@ -23,6 +23,16 @@
 //! int8            gate/up [16 panels][16 rows]                (down: in the tail)
 //! int8-block128   gate/up [16 panels][16 rows][H/128]         down [rows of H]
 //! fp8             gate/up [gate, up][H/128]                   down [H/128]
+//! nvfp4           gate/up [gate, up]                          down [1]
+//! mxfp4           none
+//! ```
+//!
+//! In nvfp4 and mxfp4 the scales of 16 or 32 elements lie in the unit of their codes, so that a
+//! panel is still one sequential stream; those above are the scales of the whole matrices, which
+//! every slice repeats:
+//!
+//! ```text
+//! unit = codes [16 rows][64 bytes] | scales [16 rows][128/16 or 128/32]   (1152 or 1088 bytes)
 //! ```
 //!
 //! A slice's 128 rows of I and its 128 columns of I are one row, or one column, of the 128 x 128
@@ -46,6 +56,10 @@ pub const PANEL_ROWS: usize = 16;
 pub const UNIT_ROW_BYTES: usize = 128;
 /// Bytes of a unit.
 pub const UNIT_BYTES: usize = PANEL_ROWS * UNIT_ROW_BYTES;
+/// Elements of K in a unit of fp4.
+pub const FP4_UNIT_K: usize = 128;
+/// Bytes of codes in a row of a unit of fp4.
+pub const FP4_ROW_BYTES: usize = FP4_UNIT_K / 2;
 /// Intermediate units of a slice.
 pub const SLICE: usize = 128;
 /// Gate and up panels of a slice together.
@@ -82,6 +96,12 @@ pub struct BankGeometry {
 /// Scales and biases start at multiples of this in their slice.
 const SECTION_ALIGN: usize = 64;
 
+/// Bytes of a unit of fp4 whose scales cover `group` columns: 16 rows of codes, then 16 rows of
+/// scales.
+pub const fn fp4_unit_bytes(group: usize) -> usize {
+    PANEL_ROWS * (FP4_ROW_BYTES + FP4_UNIT_K / group)
+}
+
 const fn round_up(n: usize, to: usize) -> usize {
     n.div_ceil(to) * to
 }
@@ -92,9 +112,20 @@ const fn scale_bytes(count: usize) -> usize {
 }
 
 impl BankGeometry {
-    /// Elements of K in one unit: 64 for bf16, 128 for int8 and fp8.
+    /// Elements of K in one unit: 64 for bf16, 128 for all others.
     pub const fn unit_k(&self) -> usize {
-        UNIT_ROW_BYTES / self.format.element_bytes()
+        match self.format {
+            WeightFormat::Bf16 => 64,
+            _ => 128,
+        }
+    }
+
+    /// Bytes of one unit: [`UNIT_BYTES`], in fp4 less ([`fp4_unit_bytes`]).
+    pub const fn unit_bytes(&self) -> usize {
+        match self.format.scale_group() {
+            Some(group) => fp4_unit_bytes(group),
+            None => UNIT_BYTES,
+        }
     }
 
     /// Units along H, the K of gate and up.
@@ -117,7 +148,7 @@ impl BankGeometry {
         self.down_panels() * PANEL_ROWS
     }
 
-    /// Units along the 128 of I that a slice's down panel covers: 2 for bf16, 1 for int8 and fp8.
+    /// Units along the 128 of I that a slice's down panel covers: 2 for bf16, 1 for all others.
     pub const fn down_units(&self) -> usize {
         SLICE / self.unit_k()
     }
@@ -139,24 +170,26 @@ impl BankGeometry {
     }
 
     /// Scales that cover one gate or up row: 0, 1, or one for each 128 of H. In fp8 the 128 rows of
-    /// a slice have them in common.
+    /// a slice have them in common, in nvfp4 all rows.
     pub const fn hidden_blocks(&self) -> usize {
         match self.format {
             WeightFormat::Bf16 => 0,
             WeightFormat::Int8PerRow => 1,
             WeightFormat::Int8Block128 => self.hidden.div_ceil(crate::int8::BLOCK),
             WeightFormat::Fp8Block128 => self.hidden.div_ceil(crate::fp8::BLOCK),
+            WeightFormat::Nvfp4 => 1,
+            WeightFormat::Mxfp4 => 0,
         }
     }
 
     /// Bytes of one gate or up panel.
     pub const fn hidden_panel_bytes(&self) -> usize {
-        self.hidden_units() * UNIT_BYTES
+        self.hidden_units() * self.unit_bytes()
     }
 
     /// Bytes of one down panel inside a slice.
     pub const fn down_panel_bytes(&self) -> usize {
-        self.down_units() * UNIT_BYTES
+        self.down_units() * self.unit_bytes()
     }
 
     /// Offset of the down panels in a slice.
@@ -165,15 +198,16 @@ impl BankGeometry {
     }
 
     /// Offset in a slice of the gate and up scales: f32 `[16 panels][16 rows][hidden_blocks]`,
-    /// panels in gate/up order; in fp8 f32 `[gate, up][hidden_blocks]`.
+    /// panels in gate/up order; in fp8 and nvfp4 f32 `[gate, up][hidden_blocks]`.
     pub const fn gate_up_scales_offset(&self) -> usize {
         self.down_offset() + self.down_panels() * self.down_panel_bytes()
     }
 
-    /// Gate and up scales of a slice: a set of `hidden_blocks` for each row, in fp8 for gate and for up.
+    /// Gate and up scales of a slice: a set of `hidden_blocks` for each row, in fp8 and nvfp4 for
+    /// gate and for up.
     pub const fn gate_up_scale_count(&self) -> usize {
         let sets = match self.format {
-            WeightFormat::Fp8Block128 => 2,
+            WeightFormat::Fp8Block128 | WeightFormat::Nvfp4 => 2,
             _ => GATE_UP_PANELS * PANEL_ROWS,
         };
         sets * self.hidden_blocks()
@@ -185,10 +219,11 @@ impl BankGeometry {
     }
 
     /// Down scales of a slice: in int8-block128 one for each (padded) row of H, in fp8 for each 128
-    /// of H, else none.
+    /// of H, in nvfp4 one, else none.
     pub const fn down_block_scale_count(&self) -> usize {
         match self.format {
-            WeightFormat::Bf16 | WeightFormat::Int8PerRow => 0,
+            WeightFormat::Bf16 | WeightFormat::Int8PerRow | WeightFormat::Mxfp4 => 0,
+            WeightFormat::Nvfp4 => 1,
             WeightFormat::Int8Block128 => self.down_rows_padded(),
             WeightFormat::Fp8Block128 => self.hidden.div_ceil(crate::fp8::BLOCK),
         }
@@ -244,31 +279,49 @@ impl BankGeometry {
         row / PANEL_ROWS * 2 + up
     }
 
-    /// Offset in an expert of the element at `row`, `k` of a projection.
+    /// Offset in an expert of the element at `row`, `k` of a projection; in fp4 that of the byte
+    /// whose low (even k) or high nibble it is.
     ///
     /// Gate and up: row in 0..I, k in 0..H. Down: row in 0..H, k in 0..I.
     pub const fn element_offset(&self, projection: Projection, row: usize, k: usize) -> usize {
-        let (slice, panel_offset, row_in_panel, k_in_panel) = match projection {
+        let (unit, k) = self.unit_of(projection, row, k);
+        let row_bytes = match self.format.scale_group() {
+            Some(_) => FP4_ROW_BYTES,
+            None => UNIT_ROW_BYTES,
+        };
+        unit + row % PANEL_ROWS * row_bytes + k * self.format.element_bits() / 8
+    }
+
+    /// In fp4 the offset in an expert of the scale byte of the element at `row`, `k`.
+    pub const fn fp4_scale_offset(&self, projection: Projection, row: usize, k: usize) -> usize {
+        let (unit, k) = self.unit_of(projection, row, k);
+        match self.format.scale_group() {
+            Some(group) => {
+                let scales = FP4_UNIT_K / group;
+                unit + PANEL_ROWS * FP4_ROW_BYTES + row % PANEL_ROWS * scales + k / group
+            }
+            None => panic!("only fp4 has scales in its units"),
+        }
+    }
+
+    /// Offset in an expert of the unit that holds the element, and its column there.
+    const fn unit_of(&self, projection: Projection, row: usize, k: usize) -> (usize, usize) {
+        let (slice, panel_offset, k) = match projection {
             Projection::Gate | Projection::Up => {
                 let panel = Self::gate_up_panel(projection, row % SLICE);
-                (
-                    row / SLICE,
-                    panel * self.hidden_panel_bytes(),
-                    row % PANEL_ROWS,
-                    k,
-                )
+                (row / SLICE, panel * self.hidden_panel_bytes(), k)
             }
             Projection::Down => {
                 let panel = row / PANEL_ROWS;
                 let offset = self.down_offset() + panel * self.down_panel_bytes();
-                (k / SLICE, offset, row % PANEL_ROWS, k % SLICE)
+                (k / SLICE, offset, k % SLICE)
             }
         };
-        slice * self.slice_bytes()
-            + panel_offset
-            + k_in_panel / self.unit_k() * UNIT_BYTES
-            + row_in_panel * UNIT_ROW_BYTES
-            + k_in_panel % self.unit_k() * self.format.element_bytes()
+        let unit = k / self.unit_k() * self.unit_bytes();
+        (
+            slice * self.slice_bytes() + panel_offset + unit,
+            k % self.unit_k(),
+        )
     }
 }
 
@@ -280,12 +333,7 @@ mod tests {
 
     fn geometries() -> Vec<BankGeometry> {
         let mut all = Vec::new();
-        for format in [
-            WeightFormat::Bf16,
-            WeightFormat::Int8PerRow,
-            WeightFormat::Int8Block128,
-            WeightFormat::Fp8Block128,
-        ] {
+        for format in WeightFormat::ALL {
             for (hidden, intermediate) in [
                 (64, 128),
                 (128, 96),
@@ -313,7 +361,8 @@ mod tests {
     fn elements_do_not_overlap() {
         for g in geometries() {
             let mut used = vec![false; g.expert_bytes()];
-            let es = g.format.element_bytes();
+            let group = g.format.scale_group();
+            let es = g.format.element_bits().div_ceil(8);
             let mut claim = |offset: usize, len: usize| {
                 for used in &mut used[offset..offset + len] {
                     assert!(!*used, "{g:?} at {offset}");
@@ -322,9 +371,19 @@ mod tests {
             };
             for i in 0..g.intermediate {
                 for k in 0..g.hidden {
-                    claim(g.element_offset(Projection::Gate, i, k), es);
-                    claim(g.element_offset(Projection::Up, i, k), es);
-                    claim(g.element_offset(Projection::Down, k, i), es);
+                    for (projection, row, k) in [
+                        (Projection::Gate, i, k),
+                        (Projection::Up, i, k),
+                        (Projection::Down, k, i),
+                    ] {
+                        let nibbles = group.is_some();
+                        if !nibbles || k % 2 == 0 {
+                            claim(g.element_offset(projection, row, k), es);
+                        }
+                        if group.is_some_and(|group| k % group == 0) {
+                            claim(g.fp4_scale_offset(projection, row, k), 1);
+                        }
+                    }
                 }
             }
             for slice in 0..g.slices() {
@@ -355,7 +414,8 @@ mod tests {
         for g in geometries() {
             assert_eq!(g.slice_bytes() % ALIGN, 0);
             assert_eq!(g.expert_bytes() % ALIGN, 0);
-            assert_eq!(g.down_offset() % UNIT_BYTES, 0);
+            assert_eq!(g.down_offset() % g.unit_bytes(), 0);
+            assert_eq!(g.unit_bytes() % SECTION_ALIGN, 0);
             assert_eq!(g.gate_up_scales_offset() % SECTION_ALIGN, 0);
             assert_eq!(g.down_block_scales_offset() % SECTION_ALIGN, 0);
             assert_eq!(g.gate_up_bias_offset() % SECTION_ALIGN, 0);
@@ -390,5 +450,25 @@ mod tests {
         assert_eq!(g.down_block_scales_offset(), 768 * 1024 + 2 * 64);
         assert_eq!(g.slice_bytes(), 768 * 1024 + 256);
         assert_eq!(g.expert_bytes(), 6 * g.slice_bytes());
+    }
+
+    /// fp4 moves 0.28 of the bytes of bf16.
+    #[test]
+    fn fp4_slices_of_a_known_shape() {
+        let slice = |format| {
+            BankGeometry {
+                experts: 1,
+                hidden: 2048,
+                intermediate: 768,
+                format,
+                bias: false,
+            }
+            .slice_bytes()
+        };
+        let units = 3 * 2048 / 16 * 128 / 128;
+        assert_eq!(slice(WeightFormat::Nvfp4), units * 1152 + 256);
+        assert_eq!(slice(WeightFormat::Mxfp4), units * 1088);
+        let bf16 = slice(WeightFormat::Bf16) as f64;
+        assert!((slice(WeightFormat::Nvfp4) as f64 / bf16 - 0.2813).abs() < 1e-3);
     }
 }

@@ -1,5 +1,8 @@
 //! bfloat16: the upper half of an f32.
 
+/// The code of a quiet NaN.
+pub const NAN: u16 = 0x7fc0;
+
 /// Rounds to bfloat16, ties to even. NaN becomes a quiet NaN of the same sign.
 ///
 /// Subnormal results are kept (the `vcvtneps2bf16` instruction flushes them,

@@ -8,25 +8,36 @@
 pub const MAX: f32 = 448.0;
 
 /// Rounds to E4M3, ties to even, saturating. NaN becomes 0x7f (sign dropped).
+///
+/// Selections instead of branches, so that loops over it become vector code.
+#[inline(always)]
 pub const fn encode(x: f32) -> u8 {
     let bits = x.to_bits();
     let magnitude = bits & 0x7fff_ffff;
-    let sign = ((bits >> 24) & 0x80) as u8;
-    if magnitude > 0x7f80_0000 {
-        return 0x7f;
-    }
-    // 464 is the midpoint between 448 and the absent 480: a tie that goes to the even 448.
-    if magnitude >= 464f32.to_bits() {
-        return sign | 0x7e;
-    }
-    // 2^-6 is the smallest normal value; below it the spacing is 2^-9.
-    if magnitude < 0.015625f32.to_bits() {
-        // Adding 2^14 aligns the last mantissa bit of the sum with 2^-9.
-        let sum = f32::from_bits(magnitude) + 16384.0;
-        return sign | (sum.to_bits() - 16384f32.to_bits()) as u8;
-    }
+    let sign = (bits >> 24) & 0x80;
+    // 2^-6 is the smallest normal value; below it the spacing is 2^-9. Adding 2^14 aligns the last
+    // mantissa bit of the sum with 2^-9.
+    let sum = f32::from_bits(magnitude) + 16384.0;
+    let small = sum.to_bits().wrapping_sub(16384f32.to_bits());
     let rounded = magnitude + 0x7_ffff + ((magnitude >> 20) & 1);
-    sign | ((rounded >> 20) - ((127 - 7) << 3)) as u8
+    let normal = (rounded >> 20).wrapping_sub((127 - 7) << 3);
+    let code = if magnitude < 0.015625f32.to_bits() {
+        small
+    } else {
+        normal
+    };
+    // 464 is the midpoint between 448 and the absent 480: a tie that goes to the even 448.
+    let code = if magnitude >= 464f32.to_bits() {
+        0x7e
+    } else {
+        code
+    };
+    let code = if magnitude > 0x7f80_0000 {
+        0x7f
+    } else {
+        sign | code
+    };
+    code as u8
 }
 
 /// The exact f32 value of an E4M3 code.

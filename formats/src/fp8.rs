@@ -23,6 +23,7 @@ pub fn block_scale(amax: f32) -> f32 {
 /// # Panics
 /// If `k` is 0 or does not divide the length of `band`, if there are more than 128 rows, or if
 /// `codes` or `scales` (`k.div_ceil(128)`) have another length.
+#[inline]
 pub fn quantise_band(band: &[f32], k: usize, codes: &mut [u8], scales: &mut [f32]) {
     assert!(k > 0 && band.len().is_multiple_of(k), "whole rows");
     assert!(band.len() / k <= BLOCK, "at most 128 rows");

@@ -48,6 +48,7 @@ pub fn encode(x: f32, inv: f32) -> i8 {
 ///
 /// Magnitudes compare as unsigned integers, where NaN is above infinity: the vector
 /// kernels take an integer maximum too, so that none of them drops a NaN.
+#[inline]
 pub fn amax(row: &[f32]) -> f32 {
     f32::from_bits(row.iter().fold(0, |m, &x| m.max(x.to_bits() & 0x7fff_ffff)))
 }
@@ -56,6 +57,7 @@ pub fn amax(row: &[f32]) -> f32 {
 ///
 /// # Panics
 /// If the lengths differ.
+#[inline]
 pub fn quantise_per_row(row: &[f32], codes: &mut [i8]) -> f32 {
     assert_eq!(row.len(), codes.len(), "one code an element");
     let scale = per_row_scale(amax(row));
@@ -70,6 +72,7 @@ pub fn quantise_per_row(row: &[f32], codes: &mut [i8]) -> f32 {
 ///
 /// # Panics
 /// If the lengths differ or `scales` is not `row.len().div_ceil(128)` long.
+#[inline]
 pub fn quantise_blocks(row: &[f32], codes: &mut [i8], scales: &mut [f32]) {
     assert_eq!(row.len(), codes.len(), "one code an element");
     assert_eq!(scales.len(), row.len().div_ceil(BLOCK), "one scale a block");

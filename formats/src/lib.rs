@@ -4,11 +4,14 @@
 //! kernels (this crate also compiles for `nvptx64`) and the scalar reference,
 //! so that the three agree bit for bit:
 //!
-//! - [`bf16`], [`e4m3`]: codecs. Rounding is to nearest, ties to even; NaN stays
-//!   NaN; e4m3 saturates.
+//! - [`bf16`], [`e4m3`], [`e2m1`]: codecs. Rounding is to nearest, ties to even; NaN stays
+//!   NaN where the format has one; e4m3 and e2m1 saturate. [`e8m0`]: scales that are powers of
+//!   two. [`e5m2`]: read only.
 //! - [`int8`]: the two INT8 recipes, one scale a row ([`int8::per_row_scale`]) or
 //!   one scale a row and 128 columns ([`int8::block_scale`]).
 //! - [`fp8`]: e4m3 weights with one scale a block of 128 x 128.
+//! - [`nvfp4`], [`mxfp4`]: e2m1 weights with a scale for each 16 or 32 columns of a row.
+//! - [`int4`]: groups of 4-bit integers, read only.
 //! - [`activation`]: the gated activations of MoE experts over one fixed
 //!   polynomial for `exp`.
 //! - [`bank`]: where each byte of an expert lies in the weight bank.
@@ -21,9 +24,15 @@ extern crate std;
 pub mod activation;
 pub mod bank;
 pub mod bf16;
+pub mod e2m1;
 pub mod e4m3;
+pub mod e5m2;
+pub mod e8m0;
 pub mod fp8;
+pub mod int4;
 pub mod int8;
+pub mod mxfp4;
+pub mod nvfp4;
 
 /// How the weights of a bank or of a GEMM's B operand are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,14 +45,52 @@ pub enum WeightFormat {
     Int8Block128,
     /// FP8 E4M3, one f32 scale for each block of 128 output rows and 128 columns of K.
     Fp8Block128,
+    /// FP4 E2M1, one E4M3 scale for each output row and 16 columns of K, one f32 scale a matrix.
+    Nvfp4,
+    /// FP4 E2M1, one UE8M0 scale for each output row and 32 columns of K.
+    Mxfp4,
 }
 
 impl WeightFormat {
-    /// Bytes of one stored element.
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Bf16,
+        Self::Int8PerRow,
+        Self::Int8Block128,
+        Self::Fp8Block128,
+        Self::Nvfp4,
+        Self::Mxfp4,
+    ];
+
+    /// Bytes of one stored element, rounded up: two of fp4 share one.
     pub const fn element_bytes(self) -> usize {
+        self.element_bits().div_ceil(8)
+    }
+
+    /// Bits of one stored element, without its scales.
+    pub const fn element_bits(self) -> usize {
         match self {
-            Self::Bf16 => 2,
-            Self::Int8PerRow | Self::Int8Block128 | Self::Fp8Block128 => 1,
+            Self::Bf16 => 16,
+            Self::Int8PerRow | Self::Int8Block128 | Self::Fp8Block128 => 8,
+            Self::Nvfp4 | Self::Mxfp4 => 4,
+        }
+    }
+
+    /// Bytes of one activation as the kernels multiply it with these weights: int8 for int8,
+    /// else bf16.
+    pub const fn activation_bytes(self) -> usize {
+        match self {
+            Self::Int8PerRow | Self::Int8Block128 => 1,
+            Self::Bf16 | Self::Fp8Block128 | Self::Nvfp4 | Self::Mxfp4 => 2,
+        }
+    }
+
+    /// In fp4 the columns of a row that share a scale, which lies beside their codes.
+    pub const fn scale_group(self) -> Option<usize> {
+        match self {
+            Self::Nvfp4 => Some(nvfp4::BLOCK),
+            Self::Mxfp4 => Some(mxfp4::BLOCK),
+            _ => None,
         }
     }
 
@@ -54,6 +101,8 @@ impl WeightFormat {
             Self::Int8PerRow => "int8",
             Self::Int8Block128 => "int8-block128",
             Self::Fp8Block128 => "fp8",
+            Self::Nvfp4 => "nvfp4",
+            Self::Mxfp4 => "mxfp4",
         }
     }
 }

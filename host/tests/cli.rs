@@ -7,14 +7,17 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Checkpoints in bf16 and their MoE layer; inputs and outputs lie beside them.
-const FIXTURES: [(&str, usize); 4] = [
+/// Checkpoints and their MoE layer; inputs and outputs lie beside them.
+const FIXTURES: [(&str, usize); 7] = [
     ("qwen3_moe_bf16", 0),
     ("mixtral_bf16", 0),
     ("deepseek_v3_bf16", 1),
     ("gpt_oss_bf16", 0),
+    ("deepseek_v3_fp8", 1),
+    ("gpt_oss_mxfp4", 0),
+    ("qwen3_moe_nvfp4_modelopt", 0),
 ];
-const FORMATS: [&str; 4] = ["bf16", "int8", "int8-block128", "fp8"];
+const FORMATS: [&str; 6] = ["bf16", "int8", "int8-block128", "fp8", "nvfp4", "mxfp4"];
 /// Tokens of each fixture.
 const TOKENS: usize = 19;
 /// Width of the Qwen3 fixture.
@@ -631,14 +634,21 @@ fn layers_that_are_not_there() {
     call(folder.path()).refused(&[&text(folder.path()), "model.safetensors"]);
 }
 
+/// Without `--format` experts are computed as they are stored, and then only activations are
+/// rounded.
 #[test]
-fn quantised_checkpoints_are_not_supported_yet() {
-    for (name, layer, method) in [
+fn quantised_checkpoints_are_computed_as_stored() {
+    for (name, layer, format) in [
         ("deepseek_v3_fp8", 1, "fp8"),
         ("gpt_oss_mxfp4", 0, "mxfp4"),
-        ("qwen3_moe_nvfp4_modelopt", 0, "modelopt"),
+        ("qwen3_moe_nvfp4_modelopt", 0, "nvfp4"),
     ] {
-        Call::fixture((name, layer)).refused(&[method, "not supported yet", "bf16"]);
+        let expect = io(name, layer, "output");
+        let report = Call::fixture((name, layer))
+            .with(&["--expect", &expect])
+            .json(0);
+        assert_eq!(report["format"], format, "{report}");
+        assert_eq!(report["comparison"]["element_limit"], 0.012, "{report}");
     }
 }
 
@@ -714,6 +724,7 @@ fn records_that_cannot_be_written_are_refused_at_once() {
     bench(folder.path()).refused(&["is a folder"]);
     #[cfg(feature = "cuda")]
     Call::new(&["bench", "gpu", "--csv", &text(folder.path())]).refused(&["is a folder"]);
+    Call::new(&["bench", "layer", "--csv", &text(folder.path())]).refused(&["is a folder"]);
 }
 
 /// Replacing a device such as /dev/null by a file would break the machine.
@@ -769,12 +780,62 @@ fn standard_output_that_cannot_be_written() {
     }
 }
 
+/// Nothing is measured here, so the same question has the same answer everywhere.
+#[test]
+fn plans_of_a_given_machine() {
+    let words = "plan --shape 128,2048,768,8 --tokens 1,64,4096 --no-measure --gpus 1 --link 50 \
+                 --dram 100 --zipf 1.1 --hbm-mib 150 --divisions";
+    let call = Call::new(&words.split_whitespace().collect::<Vec<_>>());
+    let table = call.prints(0);
+    for word in [
+        "T=4096",
+        "cpu-only",
+        "gpu-only",
+        "static-16",
+        "adaptive",
+        "experts 0..=",
+    ] {
+        assert!(table.contains(word), "{word}: {table}");
+    }
+    let json: Value = serde_json::from_str(&call.with(&["--json"]).prints(0)).unwrap();
+    let answers = json["answers"].as_array().unwrap();
+    assert_eq!(answers.len(), 3);
+    for answer in answers {
+        let floor = answer["floor_s"].as_f64().unwrap();
+        let seconds = |policy: &Value| policy["prediction"]["total_s"].as_f64().unwrap();
+        let policies = answer["policies"].as_array().unwrap();
+        let adaptive = seconds(&policies[3]);
+        assert!(adaptive > floor);
+        assert!(
+            policies
+                .iter()
+                .all(|policy| adaptive <= seconds(policy) * 1.006)
+        );
+    }
+    assert_eq!(answers[0]["active"], 8);
+    assert!(answers[0]["resident_experts"].as_u64().unwrap() >= 30);
+
+    let folder = text(fixture(FIXTURES[0].0));
+    let model = Call::new(&["plan", "--model", &folder, "--no-measure"]);
+    let text = model.clone().with(&["--gpus", "0"]).prints(0);
+    assert!(
+        text.contains("no GPU") && !text.contains("adaptive"),
+        "{text}"
+    );
+    model
+        .with(&["--link", "0"])
+        .refused(&["link_gb_s", "above 0"]);
+    Call::new(&["plan", "--model", "/nonexistent"]).refused(&["/nonexistent"]);
+    Call::new(&["plan", "--shape", "8,64,64,2", "--rates", "/nonexistent"])
+        .refused(&["/nonexistent"]);
+}
+
 #[test]
 fn misuse() {
     let call = Call::fixture(FIXTURES[0]);
     call.clone()
         .with(&["--format", "fp4"])
-        .misused(&["fp4", "bf16, int8, int8-block128, fp8"]);
+        .misused(&["fp4", "bf16, int8, int8-block128, fp8, nvfp4, mxfp4"]);
     call.clone()
         .with(&["--transfer", "pigeon"])
         .misused(&["pigeon", "staged"]);
@@ -792,5 +853,12 @@ fn misuse() {
     assert!(help.contains("--quick") && help.contains("--csv"));
     let help = Call::new(&["bench", "gpu", "--help"]).prints(0);
     assert!(help.contains("--quick") && help.contains("--csv"));
+    let help = Call::new(&["bench", "layer", "--help"]).prints(0);
+    assert!(help.contains("--quick") && help.contains("--plot"));
     assert!(Call::new(&["moe", "--help"]).prints(0).contains("--expect"));
+    let plan = |words: &[&str]| Call::new(&["plan"]).with(words);
+    plan(&[]).misused(&["--shape", "--model"]);
+    plan(&["--shape", "1,2,3"]).misused(&["four numbers"]);
+    plan(&["--shape", "4,64,64,8"]).misused(&["8 of 4"]);
+    plan(&["--shape", "8,64,64,2", "--tokens", "0"]).misused(&["0"]);
 }

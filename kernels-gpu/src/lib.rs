@@ -6,6 +6,7 @@
 //! | feature       | target  | kernels                                                        |
 //! | ------------- | ------- | -------------------------------------------------------------- |
 //! | `gemm-*`      | sm_90a  | grouped GEMM of one [`gemm::Operands`]: TMA, mbarrier ring, wgmma ([`gemm`]) |
+//! | `dense`       | sm_80   | general GEMM over a list of strided problems, row scatter ([`dense`]) |
 //! | `elementwise` | sm_80   | gather + round or quantise, activation, combine ([`elementwise`]) |
 //!
 //! For the host it gives the argument structs, tile shapes and schedules that both
@@ -17,6 +18,7 @@
 )]
 
 pub mod args;
+pub mod dense;
 pub mod elementwise;
 pub mod gemm;
 pub mod relay;

@@ -14,7 +14,7 @@
 //!
 //! ```text
 //! stage 0 .. S-1   A tile | B tile                  (each 1024-byte aligned)
-//! staging          8 warps x 16 rows x 64 columns of bf16
+//! staging          8 warps x 16 rows of bf16: 64 columns, or all and 16 bytes
 //! step scales      C x 4 steps x (f32 for each row | f32 for each column)
 //! tile values      2 x (coordinates | row scales, column scales, bias: f32)
 //! barriers         full and empty: S of the stages, C of the scales, 2 of the values
@@ -40,7 +40,7 @@ pub const B_BOX_BYTES: u32 = B_BOX_ROWS * STEP_BYTES;
 pub const WARP_ROWS: u32 = 16;
 /// Columns of D that a warp stages at a time: one swizzled row of bf16.
 pub const STAGING_COLUMNS: u32 = STEP_BYTES / 2;
-/// Bytes of one warp's staging area for bf16 output.
+/// Bytes of one warp's staging area for 64 columns of bf16.
 pub const STAGING_BYTES: u32 = WARP_ROWS * STEP_BYTES;
 /// Steps of K whose scales come together: four neighbours of a row of scales are one access
 /// to the L2 cache.
@@ -60,8 +60,21 @@ pub struct Tile {
     pub n: u32,
     /// Depth of the ring.
     pub stages: u32,
+    /// Bytes of one warp's staging area: [`STAGING_BYTES`], or room for whole rows.
+    pub staging_bytes: u32,
     /// Buffers of [`SCALE_STEPS`] steps' scales; none in a tile for formats without them.
     pub scale_buffers: u32,
+}
+
+/// Bytes from one row of `columns` bf16 to the next in a staging area: 16 more than the row has,
+/// so that eight rows' chunks lie in different banks.
+const fn row_pitch(columns: u32) -> u32 {
+    columns * 2 + 16
+}
+
+/// Staging area of a warp for whole rows of `columns` bf16.
+const fn whole_rows(columns: u32) -> u32 {
+    WARP_ROWS * row_pitch(columns)
 }
 
 /// 128 x 256, four stages: the least traffic for each operation, where one accumulator a
@@ -70,6 +83,7 @@ pub const M128N256: Tile = Tile {
     m: 128,
     n: 256,
     stages: 4,
+    staging_bytes: STAGING_BYTES,
     scale_buffers: 0,
 };
 /// 128 x 192, four stages: the widest that leaves registers for a second accumulator.
@@ -77,13 +91,15 @@ pub const M128N192: Tile = Tile {
     m: 128,
     n: 192,
     stages: 4,
-    scale_buffers: 4,
+    staging_bytes: whole_rows(192),
+    scale_buffers: 2,
 };
 /// 128 x 128, four stages: where scales of columns take registers too.
 pub const M128N128: Tile = Tile {
     m: 128,
     n: 128,
     stages: 4,
+    staging_bytes: whole_rows(128),
     scale_buffers: 4,
 };
 /// 64 x 256, four stages: for experts of at most 64 rows.
@@ -91,6 +107,7 @@ pub const M64N256: Tile = Tile {
     m: 64,
     n: 256,
     stages: 4,
+    staging_bytes: whole_rows(128),
     scale_buffers: 2,
 };
 
@@ -115,9 +132,14 @@ impl Tile {
         self.stages * self.stage_bytes()
     }
 
+    /// Bytes from one whole row to the next in a warp's staging area.
+    pub const fn staging_pitch(self) -> u32 {
+        row_pitch(self.warpgroup_n())
+    }
+
     /// Offset of the scales of steps.
     pub const fn step_scales_offset(self) -> u32 {
-        self.staging_offset() + CONSUMERS * 4 * STAGING_BYTES
+        self.staging_offset() + CONSUMERS * 4 * self.staging_bytes
     }
 
     /// Bytes of one step's scales: rows, then columns.
@@ -192,6 +214,10 @@ const _: () = {
         assert!(t.stages.is_power_of_two() && VALUE_BUFFERS.is_power_of_two());
         assert!(t.scale_buffers == 0 || t.scale_buffers.is_power_of_two());
         assert!(t.m * t.n == CONSUMERS * WARPGROUP_M * t.warpgroup_n());
+        // Tiles of formats that add step by step hold whole rows.
+        assert!(t.staging_bytes >= STAGING_BYTES);
+        assert!(t.scale_buffers == 0 || t.staging_bytes == WARP_ROWS * t.staging_pitch());
+        assert!(t.staging_pitch() % 128 == 16);
         i += 1;
     }
 };

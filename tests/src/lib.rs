@@ -10,12 +10,7 @@ use asym_gemm_testkit::reference::ExpertWeights;
 use std::path::{Path, PathBuf};
 
 /// Every weight format.
-pub const FORMATS: [WeightFormat; 4] = [
-    WeightFormat::Bf16,
-    WeightFormat::Int8PerRow,
-    WeightFormat::Int8Block128,
-    WeightFormat::Fp8Block128,
-];
+pub const FORMATS: [WeightFormat; 6] = WeightFormat::ALL;
 
 /// Those that the GPU computes experts in.
 pub const GPU_FORMATS: [WeightFormat; 3] = [

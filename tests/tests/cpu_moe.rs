@@ -81,6 +81,7 @@ impl Model {
         match format {
             WeightFormat::Bf16 => Want::Near(block.bf16(x, case)),
             WeightFormat::Fp8Block128 => Want::Near(block.fp8(x, case)),
+            WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => Want::Near(block.fp4(format, x, case)),
             _ => Want::Bits(block.int8(format, x, case)),
         }
     }

@@ -24,6 +24,7 @@ use std::mem::MaybeUninit;
 use asym_gemm_formats::bank::{UNIT_BYTES, UNIT_ROW_BYTES};
 use bytemuck::{AnyBitPattern, NoUninit};
 
+use super::fp4::Fp4;
 use super::portable::Portable;
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{TOKENS, Tile};
@@ -78,6 +79,13 @@ pub(crate) trait TileUnit: Copy {
 
     /// As [`Multiply::expand_e4m3`].
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
+
+    /// As [`Multiply::expand_fp4`].
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded;
 }
 
 /// [`Multiply`] by tile products.
@@ -168,6 +176,15 @@ impl<U: TileUnit> Multiply for Tiles<U> {
     #[inline(always)]
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         self.0.expand_e4m3(panel, out)
+    }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        self.0.expand_fp4::<F>(panel, out)
     }
 }
 
@@ -260,6 +277,15 @@ impl TileUnit for Emulated {
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         Portable.expand_e4m3(panel, out)
     }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        Portable.expand_fp4::<F>(panel, out)
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -272,6 +298,7 @@ mod instructions {
 
     use super::{Step, TileUnit, Tiles};
     use crate::isa::Amx;
+    use crate::kernels::fp4::{self, Fp4};
     use crate::kernels::{Body, Expanded, Panel, avx512};
     use crate::tile::Tile;
     use crate::vector::Avx512Vector;
@@ -481,6 +508,16 @@ mod instructions {
         ) -> &'e Expanded {
             // SAFETY: the token exists, so AVX-512 F and BW were detected.
             unsafe { avx512::expand_e4m3(panel, out) }
+        }
+
+        #[inline(always)]
+        fn expand_fp4<'e, F: Fp4>(
+            self,
+            panel: Panel<'_>,
+            out: &'e mut MaybeUninit<Expanded>,
+        ) -> &'e Expanded {
+            // SAFETY: the token exists, so AVX-512 F and BW were detected.
+            unsafe { fp4::expand_avx512::<F>(panel, out) }
         }
     }
 }

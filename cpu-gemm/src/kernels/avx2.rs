@@ -29,6 +29,7 @@ use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
 use super::by_rows::ByRows;
+use super::fp4::{Fp4, expand_avx2};
 use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx2, AvxVnni};
 use crate::tile::Lanes;
@@ -96,6 +97,16 @@ impl Dot for Avx2 {
     }
 
     #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_avx2::<F>(panel, out) }
+    }
+
+    #[inline(always)]
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
         unsafe { expand_e4m3(panel, out) }
@@ -137,6 +148,16 @@ impl Dot for AvxVnni {
                 _ => unreachable!("token blocks are 1, 2 or 4 wide"),
             }
         }
+    }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_avx2::<F>(panel, out) }
     }
 
     #[inline(always)]

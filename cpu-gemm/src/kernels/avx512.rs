@@ -27,6 +27,7 @@ use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
 use super::by_rows::ByRows;
+use super::fp4::{Fp4, expand_avx512};
 use super::{Body, Dot, Expanded, Panel};
 use crate::isa::{Avx512Bf16, Avx512Vnni};
 use crate::tile::Lanes;
@@ -74,6 +75,16 @@ impl Dot for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_avx512::<F>(panel, out) }
+    }
+
+    #[inline(always)]
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded {
         // SAFETY: the token exists, so the features were detected.
         unsafe { expand_e4m3(panel, out) }
@@ -103,6 +114,16 @@ impl Dot for Avx512Bf16 {
     fn bf16<const T: usize>(self, panel: Panel<'_>, x: [&[u8]; T]) -> [Lanes<f32>; T] {
         // SAFETY: the token exists, so the features were detected.
         unsafe { bf16_dot(panel, x) }
+    }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        // SAFETY: the token exists, so the features were detected.
+        unsafe { expand_avx512::<F>(panel, out) }
     }
 
     #[inline(always)]

@@ -7,6 +7,7 @@ use std::mem::MaybeUninit;
 
 use asym_gemm_formats::bank::PANEL_ROWS;
 
+use super::fp4::Fp4;
 use super::{Dot, Expanded, Group, Multiply, Panel, Products, Span, TokenLayout};
 use crate::tile::{Lanes, TOKENS, Tile};
 use crate::vector::VectorMath;
@@ -102,6 +103,15 @@ impl<D: Dot> Multiply for ByRows<D> {
             self.vector()
                 .transpose_tile(by_token.as_words(), out.as_words_mut());
         }
+    }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        self.0.expand_fp4::<F>(panel, out)
     }
 
     #[inline(always)]

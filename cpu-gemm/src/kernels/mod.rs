@@ -18,6 +18,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod by_rows;
+pub(crate) mod fp4;
 mod operands;
 mod portable;
 
@@ -32,6 +33,7 @@ use crate::tile::Lanes;
 use crate::vector::Vector;
 use amx::Emulated;
 use by_rows::ByRows;
+use fp4::Fp4;
 pub(crate) use operands::{Expanded, Group, Panel, Products, Span, TokenLayout, prefetch_bytes};
 use portable::Portable;
 
@@ -57,6 +59,13 @@ pub(crate) trait Multiply: Copy {
     /// The bf16 values of one unit of e4m3 weights; see [`Dot::expand_e4m3`].
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
 
+    /// The bf16 values of the first unit of a panel of fp4; see [`Dot::expand_fp4`].
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded;
+
     /// Arithmetic on lanes.
     type Vector: Vector;
 
@@ -81,6 +90,14 @@ pub(crate) trait Dot: Copy {
     /// Writes the bf16 values of the first unit of a panel of e4m3. Every code has its exact value;
     /// NaN stays NaN of its sign.
     fn expand_e4m3<'e>(self, panel: Panel<'_>, out: &'e mut MaybeUninit<Expanded>) -> &'e Expanded;
+
+    /// Writes the bf16 values of the first unit of a panel of fp4: the exact products of codes
+    /// and scales.
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded;
 
     /// Arithmetic on lanes.
     type Vector: Vector;
@@ -159,38 +176,70 @@ impl Kernel {
     }
 
     pub(crate) fn name(self, format: WeightFormat) -> &'static str {
-        match (self, format) {
-            (Self::Portable, WeightFormat::Bf16) => "portable_bf16",
-            (Self::Portable, WeightFormat::Fp8Block128) => "portable_e4m3",
-            (Self::Portable, _) => "portable_s8",
+        // One name for each of bf16, e4m3, nvfp4, mxfp4 and int8.
+        let names: [&'static str; 5] = match self {
+            Self::Portable => [
+                "portable_bf16",
+                "portable_e4m3",
+                "portable_nvfp4",
+                "portable_mxfp4",
+                "portable_s8",
+            ],
             #[cfg(target_arch = "x86_64")]
-            (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Bf16) => "avx2_bf16_fma_2x4",
+            Self::Avx2(_) => [
+                "avx2_bf16_fma_2x4",
+                "avx2_e4m3_fma_2x4",
+                "avx2_nvfp4_fma_2x4",
+                "avx2_mxfp4_fma_2x4",
+                "avx2_s8_madd_2x4",
+            ],
             #[cfg(target_arch = "x86_64")]
-            (Self::Avx2(_) | Self::AvxVnni(_), WeightFormat::Fp8Block128) => "avx2_e4m3_fma_2x4",
+            Self::AvxVnni(_) => [
+                "avx2_bf16_fma_2x4",
+                "avx2_e4m3_fma_2x4",
+                "avx2_nvfp4_fma_2x4",
+                "avx2_mxfp4_fma_2x4",
+                "avx2_s8_dot_2x4",
+            ],
             #[cfg(target_arch = "x86_64")]
-            (Self::Avx2(_), _) => "avx2_s8_madd_2x4",
+            Self::Avx512Vnni(_) => [
+                "avx512_bf16_fma_4x4",
+                "avx512_e4m3_fma_4x4",
+                "avx512_nvfp4_fma_4x4",
+                "avx512_mxfp4_fma_4x4",
+                "avx512_s8_dot_4x4",
+            ],
             #[cfg(target_arch = "x86_64")]
-            (Self::AvxVnni(_), _) => "avx2_s8_dot_2x4",
+            Self::Avx512Bf16(_) => [
+                "avx512_bf16_dot_4x4",
+                "avx512_e4m3_dot_4x4",
+                "avx512_nvfp4_dot_4x4",
+                "avx512_mxfp4_dot_4x4",
+                "avx512_s8_dot_4x4",
+            ],
             #[cfg(target_arch = "x86_64")]
-            (Self::Avx512Vnni(_), WeightFormat::Bf16) => "avx512_bf16_fma_4x4",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Avx512Bf16(_), WeightFormat::Bf16) => "avx512_bf16_dot_4x4",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Avx512Vnni(_), WeightFormat::Fp8Block128) => "avx512_e4m3_fma_4x4",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Avx512Bf16(_), WeightFormat::Fp8Block128) => "avx512_e4m3_dot_4x4",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Avx512Vnni(_) | Self::Avx512Bf16(_), _) => "avx512_s8_dot_4x4",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Amx(_), WeightFormat::Bf16) => "amx_bf16_1x3",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Amx(_), WeightFormat::Fp8Block128) => "amx_e4m3_1x3",
-            #[cfg(target_arch = "x86_64")]
-            (Self::Amx(_), _) => "amx_s8_1x3",
-            (Self::EmulatedAmx, WeightFormat::Bf16) => "amx_emulated_bf16_1x3",
-            (Self::EmulatedAmx, WeightFormat::Fp8Block128) => "amx_emulated_e4m3_1x3",
-            (Self::EmulatedAmx, _) => "amx_emulated_s8_1x3",
-        }
+            Self::Amx(_) => [
+                "amx_bf16_1x3",
+                "amx_e4m3_1x3",
+                "amx_nvfp4_1x3",
+                "amx_mxfp4_1x3",
+                "amx_s8_1x3",
+            ],
+            Self::EmulatedAmx => [
+                "amx_emulated_bf16_1x3",
+                "amx_emulated_e4m3_1x3",
+                "amx_emulated_nvfp4_1x3",
+                "amx_emulated_mxfp4_1x3",
+                "amx_emulated_s8_1x3",
+            ],
+        };
+        names[match format {
+            WeightFormat::Bf16 => 0,
+            WeightFormat::Fp8Block128 => 1,
+            WeightFormat::Nvfp4 => 2,
+            WeightFormat::Mxfp4 => 3,
+            WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => 4,
+        }]
     }
 
     /// The kernel for `tokens` tokens of a recipe whose sums are exact on every instruction set.

@@ -49,6 +49,22 @@ impl<'a> Panel<'a> {
         }
     }
 
+    /// A panel of a bank whose units have `unit_bytes` bytes, which need not be [`UNIT_BYTES`].
+    #[inline(always)]
+    pub(crate) fn of_units(bytes: &'a [u8], unit_bytes: usize) -> Self {
+        Self {
+            unit_stride: unit_bytes,
+            units: bytes.len() / unit_bytes,
+            ..Self::packed(bytes)
+        }
+    }
+
+    /// The first unit of a panel of fp4.
+    #[inline(always)]
+    pub(super) fn fp4_unit(&self) -> &'a [u8] {
+        &self.bytes[..self.unit_stride]
+    }
+
     /// `units` consecutive units at the start of each `run_stride` bytes, `runs` times.
     ///
     /// # Panics

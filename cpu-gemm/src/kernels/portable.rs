@@ -10,6 +10,7 @@ use std::mem::MaybeUninit;
 use asym_gemm_formats::bank::{PANEL_ROWS, UNIT_ROW_BYTES};
 use asym_gemm_formats::e4m3;
 
+use super::fp4::{Fp4, expand_plain};
 use super::{Dot, Expanded, Panel};
 use crate::tile::Lanes;
 use crate::vector::PlainVector;
@@ -79,6 +80,15 @@ impl Dot for Portable {
             }
             acc.map(reduce)
         })
+    }
+
+    #[inline(always)]
+    fn expand_fp4<'e, F: Fp4>(
+        self,
+        panel: Panel<'_>,
+        out: &'e mut MaybeUninit<Expanded>,
+    ) -> &'e Expanded {
+        expand_plain::<F>(panel, out)
     }
 
     #[inline(always)]

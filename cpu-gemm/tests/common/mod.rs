@@ -11,12 +11,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-pub(crate) const FORMATS: [WeightFormat; 4] = [
-    WeightFormat::Bf16,
-    WeightFormat::Int8PerRow,
-    WeightFormat::Int8Block128,
-    WeightFormat::Fp8Block128,
-];
+pub(crate) const FORMATS: [WeightFormat; 6] = WeightFormat::ALL;
 pub(crate) const CLAMPED: Activation = Activation::ClampedSwiGlu {
     limit: 7.0,
     alpha: 1.702,
@@ -262,11 +257,42 @@ fn round_e4m3(x: f32) -> f64 {
         * step
 }
 
+/// `x` rounded to e2m1, by the definition of the format.
+fn round_e2m1(x: f32) -> f64 {
+    let x = f64::from(x);
+    // Spacing 2^-1 relative, 0.5 below the smallest normal value 1.
+    let exponent = x.abs().log2().floor().max(0.0);
+    let step = 2f64.powf(exponent - 1.0);
+    ((x / step).round_ties_even() * step).clamp(-6.0, 6.0)
+}
+
+/// fp4 of `groups` of `group` columns; `scale_of` is the scale of a largest magnitude.
+fn stored_fp4(weights: &[f32], k: usize, group: usize, scale_of: impl Fn(f32) -> f64) -> Vec<f64> {
+    let rows = weights.chunks(k).flat_map(|row| row.chunks(group));
+    rows.flat_map(|w| {
+        let scale = scale_of(w.iter().fold(0f32, |m, w| m.max(w.abs())));
+        let code = move |&w: &f32| round_e2m1((f64::from(w) / scale) as f32) * scale;
+        w.iter().map(code).collect::<Vec<_>>()
+    })
+    .collect()
+}
+
 /// A projection's weights as the float formats store them.
 fn stored(e: &Expert, p: usize) -> Vec<f64> {
     let (weights, k) = (&e.weights[p], e.k(p));
-    if e.geometry.format == WeightFormat::Bf16 {
-        return weights.iter().map(|&w| round_bf16(w)).collect();
+    match e.geometry.format {
+        WeightFormat::Bf16 => return weights.iter().map(|&w| round_bf16(w)).collect(),
+        WeightFormat::Nvfp4 => {
+            let amax = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+            let global = f64::from(amax / (448.0 * 6.0));
+            let scale = |amax: f32| round_e4m3((f64::from(amax) / 6.0 / global) as f32) * global;
+            return stored_fp4(weights, k, 16, scale);
+        }
+        WeightFormat::Mxfp4 => {
+            let scale = |amax: f32| 2f64.powf((f64::from(amax) / 6.0).log2().ceil());
+            return stored_fp4(weights, k, 32, scale);
+        }
+        _ => {}
     }
     let blocks = k.div_ceil(128);
     let block = |i: usize| i / k / 128 * blocks + i % k / 128;
@@ -341,10 +367,14 @@ fn activate_f64(activation: Activation, g: f64, u: f64) -> f64 {
     }
 }
 
-/// Compares one row of y with the reference: bit for bit for int8, within the bound for bf16 and fp8.
+/// Compares one row of y with the reference: bit for bit for int8, within the bound for the
+/// float formats.
 pub(crate) fn check_row(what: &str, e: &Expert, activation: Activation, x: &[f32], y: &[f32]) {
     match e.geometry.format {
-        WeightFormat::Bf16 | WeightFormat::Fp8Block128 => {
+        WeightFormat::Bf16
+        | WeightFormat::Fp8Block128
+        | WeightFormat::Nvfp4
+        | WeightFormat::Mxfp4 => {
             let (want, bound) = ffn_float(e, activation, x);
             for (i, &got) in y.iter().enumerate() {
                 let error = (f64::from(got) - want[i]).abs();

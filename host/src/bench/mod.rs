@@ -6,7 +6,9 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod layer;
 mod random;
 mod record;
+mod reference;
 
 pub use record::{COMMIT_VARIABLE, Machine};

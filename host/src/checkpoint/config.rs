@@ -187,6 +187,8 @@ pub struct ModelConfig {
     pub bias: bool,
     /// Method of `quantization_config`, if there is one.
     pub quantization: Option<String>,
+    /// Rows and columns of an fp8 block with one scale (128 x 128 if config.json does not say).
+    pub weight_block: [usize; 2],
     sparsity: Sparsity,
 }
 
@@ -343,6 +345,7 @@ impl ModelConfig {
             shared,
             bias: model_type == GptOss,
             quantization: fields.quantization(),
+            weight_block: fields.weight_block()?,
             sparsity,
         })
     }

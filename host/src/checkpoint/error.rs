@@ -218,6 +218,18 @@ pub enum FileError {
         /// The dtypes that can be read.
         supported: &'static str,
     },
+    /// A range of bytes beyond the end of a tensor.
+    #[error("{}: tensor `{tensor}` has {bytes} bytes, asked for were bytes up to {end}", path.display())]
+    Range {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Byte after the last one asked for.
+        end: usize,
+        /// Bytes of the tensor.
+        bytes: usize,
+    },
     /// An integer outside of i32.
     #[error("{}: tensor `{tensor}`, element {index}: {value} does not fit 32 bits", path.display())]
     IntegerRange {
@@ -233,7 +245,7 @@ pub enum FileError {
 }
 
 impl FileError {
-    pub(super) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { path, source }
     }
@@ -355,13 +367,56 @@ pub enum CheckpointError {
         /// Another one.
         second: PathBuf,
     },
-    /// A quantised checkpoint.
+    /// A checkpoint that is quantised in a way that cannot be read.
     #[error(
-        "quantization_config names `{method}`, which is not supported yet; formats supported: bf16"
+        "quantization_config names `{method}`, which is not supported; supported: {}",
+        QUANTISATIONS.join(", ")
     )]
     Quantised {
         /// Its method.
         method: String,
+    },
+    /// A scale that is not a finite number.
+    #[error("tensor `{tensor}`, element {index}: scale {found} is not usable{hint}")]
+    Scale {
+        /// The tensor of scales.
+        tensor: String,
+        /// Position of the scale.
+        index: usize,
+        /// The scale.
+        found: String,
+        /// What to do, or nothing.
+        hint: &'static str,
+    },
+    /// A packed tensor whose declared shape is not that of the matrix.
+    #[error("tensor `{tensor}` says {found:?}, the matrix is {expected:?}")]
+    PackedShape {
+        /// The tensor of the shape.
+        tensor: String,
+        /// What it says.
+        found: Vec<i32>,
+        /// Rows and columns by config.json.
+        expected: [usize; 2],
+    },
+    /// Rows that groups of columns do not divide.
+    #[error("tensor `{tensor}`: rows of {columns} columns are not groups of {group}")]
+    Groups {
+        /// The tensor.
+        tensor: String,
+        /// Columns of a row.
+        columns: usize,
+        /// Columns that share a byte, a word or a scale.
+        group: usize,
+    },
+    /// Quantised experts whose rows lie across the tensor.
+    #[error(
+        "tensor `{tensor}`: {dtype} experts can be read as (outputs, inputs) only, not transposed"
+    )]
+    Transposed {
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        dtype: String,
     },
     /// No such layer.
     #[error("layer {layer} is out of range: {model_type} has layers 0..{layers}")]
@@ -427,6 +482,28 @@ pub enum CheckpointError {
         /// What is wrong.
         source: RoutingError,
     },
+}
+
+/// Values of `quant_method` of checkpoints that can be read; what each tensor holds is told by its
+/// dtype and the scales beside it.
+pub(super) const QUANTISATIONS: [&str; 6] = [
+    "fp8",
+    "mxfp4",
+    "modelopt",
+    "modelopt_fp4",
+    "nvfp4",
+    "compressed-tensors",
+];
+
+impl CheckpointError {
+    pub(super) fn scale(tensor: &str, index: usize, found: f32) -> Self {
+        Self::Scale {
+            tensor: tensor.to_owned(),
+            index,
+            found: found.to_string(),
+            hint: "",
+        }
+    }
 }
 
 /// Names in a message: how many and the first few.

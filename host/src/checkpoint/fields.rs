@@ -99,6 +99,23 @@ impl Fields {
             .collect()
     }
 
+    /// `weight_block_size` of the quantisation.
+    pub(super) fn weight_block(&self) -> Result<[usize; 2], ConfigError> {
+        const KEY: &str = "weight_block_size";
+        let config = self.get("quantization_config");
+        let Some(value) = config.and_then(|c| c.get(KEY)).filter(|v| !v.is_null()) else {
+            return Ok([128, 128]);
+        };
+        let size = |v: &Value| v.as_u64().filter(|n| (1..=1 << 20).contains(n));
+        let sizes: Option<Vec<u64>> = value
+            .as_array()
+            .and_then(|list| list.iter().map(size).collect());
+        match sizes.as_deref() {
+            Some(&[rows, columns]) => Ok([rows as usize, columns as usize]),
+            _ => Err(value_error(KEY, value, "two sizes of 1 to 1048576")),
+        }
+    }
+
     pub(super) fn quantization(&self) -> Option<String> {
         let config = self.get("quantization_config")?;
         let text = |key| config.get(key).and_then(Value::as_str);

@@ -97,6 +97,25 @@ impl TensorFile {
         Ok(bytes)
     }
 
+    /// Bytes `start..` of a tensor, as many as `out` holds.
+    ///
+    /// # Errors
+    /// No such tensor, a range beyond its end, or the file cannot be read or has shrunk.
+    pub fn read_range(&self, name: &str, start: usize, out: &mut [u8]) -> Result<(), FileError> {
+        let info = self.info(name)?;
+        match start.checked_add(out.len()) {
+            Some(end) if end <= info.bytes => {
+                read_at(&self.path, &self.file, out, info.offset + start as u64)
+            }
+            end => Err(FileError::Range {
+                path: self.path.clone(),
+                tensor: name.to_owned(),
+                end: end.unwrap_or(usize::MAX),
+                bytes: info.bytes,
+            }),
+        }
+    }
+
     /// The values of a BF16, F16 or F32 tensor, exactly.
     ///
     /// # Errors

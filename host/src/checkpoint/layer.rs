@@ -1,16 +1,23 @@
 //! The MoE block of one layer, as read from a checkpoint.
 
 use super::config::{ModelType, SharedSpec};
-use super::error::CheckpointError;
-use super::float::Float;
+use super::error::{CheckpointError, QUANTISATIONS};
+use super::file::TensorFile;
 use super::names::Tensor;
-use super::plan::{FusedLayout, Plan, View};
+use super::plan::{Biases, FusedLayout, Plan, View};
 use super::shards::Checkpoint;
+use super::stored::{Buffer, Shape, Source};
+use super::weights::int8_source;
+use crate::convert::int8_layer_name;
 use crate::moe::routing::Router;
+use asym_gemm_cpu::StoredRow;
+use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::Projection;
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 
 /// Shape and meaning of a MoE block.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +42,32 @@ pub struct MoeSpec {
     pub shared: Option<SharedSpec>,
 }
 
+impl MoeSpec {
+    /// The part of `[experts]` of gate `[I]`, up `[I]`, down `[H]` that belongs to a matrix.
+    pub(super) fn bias_of<'b>(
+        &self,
+        biases: &'b [f32],
+        expert: usize,
+        projection: Projection,
+    ) -> Option<&'b [f32]> {
+        let &Self {
+            hidden,
+            intermediate,
+            experts,
+            bias,
+            ..
+        } = self;
+        assert!(expert < experts, "expert {expert} of {experts}");
+        let (start, len) = match projection {
+            Projection::Gate => (0, intermediate),
+            Projection::Up => (intermediate, intermediate),
+            Projection::Down => (2 * intermediate, hidden),
+        };
+        let start = expert * (2 * intermediate + hidden) + start;
+        bias.then(|| &biases[start..start + len])
+    }
+}
+
 /// A MoE block with its weights as stored.
 pub struct MoeLayer {
     /// Shape and meaning.
@@ -50,20 +83,32 @@ pub struct MoeLayer {
     biases: Vec<f32>,
 }
 
-/// A tensor as stored.
-struct Buffer {
-    float: Float,
-    bytes: Vec<u8>,
+/// A layer whose tensors are found and checked; none of its expert weights is read.
+#[derive(Debug)]
+pub(super) struct Located<'a> {
+    pub(super) spec: MoeSpec,
+    pub(super) prefix: String,
+    pub(super) sources: Vec<Source<'a>>,
+    pub(super) experts: Vec<[View; 3]>,
+    pub(super) shared: Option<[View; 3]>,
+    biases: Biases<'a>,
+    router: [Option<Tensor<'a>>; 3],
+    shared_gate: Option<Tensor<'a>>,
 }
 
-impl MoeLayer {
-    pub(super) fn load(
-        checkpoint: &Checkpoint,
+impl<'a> Located<'a> {
+    /// Checks that the layer is one that can be read and that its names and shapes are right.
+    pub(super) fn find(
+        checkpoint: &'a Checkpoint,
         layer: usize,
         fused: Option<FusedLayout>,
     ) -> Result<Self, CheckpointError> {
         let config = checkpoint.config();
-        if let Some(method) = &config.quantization {
+        if let Some(method) = &config.quantization
+            && !QUANTISATIONS
+                .iter()
+                .any(|known| method.split(' ').next() == Some(known))
+        {
             return Err(CheckpointError::Quantised {
                 method: method.clone(),
             });
@@ -90,15 +135,48 @@ impl MoeLayer {
             bias: config.bias,
             shared: config.shared,
         };
-
-        // First all names and shapes, then all reading.
         let fused = fused.unwrap_or(FusedLayout::of(model_type));
-        let mut plan = Plan::new(checkpoint, &spec, fused)?;
+        let mut plan = Plan::new(checkpoint, spec.clone(), fused)?;
+        let prefix = plan.prefix().to_owned();
         let router = plan.router(config.scoring.has_correction())?;
         let (experts, biases) = plan.experts()?;
         let (shared, shared_gate) = plan.shared()?;
-        let buffers = plan.finish()?;
+        let sources = plan.finish()?;
+        Ok(Self {
+            spec,
+            prefix,
+            sources,
+            experts,
+            shared,
+            biases,
+            router,
+            shared_gate,
+        })
+    }
 
+    pub(super) fn read_biases(&self) -> Result<Vec<f32>, CheckpointError> {
+        self.biases.read(&self.spec)
+    }
+}
+
+impl MoeLayer {
+    pub(super) fn load(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        fused: Option<FusedLayout>,
+    ) -> Result<Self, CheckpointError> {
+        let config = checkpoint.config();
+        // First all names and shapes, then all reading.
+        let Located {
+            spec,
+            sources,
+            experts,
+            shared,
+            biases,
+            router,
+            shared_gate,
+            ..
+        } = Located::find(checkpoint, layer, fused)?;
         let read = |tensor: &Option<Tensor<'_>>| match tensor {
             Some(tensor) => tensor.read_f32().map(Some),
             None => Ok(None),
@@ -117,14 +195,10 @@ impl MoeLayer {
         .map_err(|source| CheckpointError::Router { layer, source })?;
         let shared_gate = read(&shared_gate)?;
         let biases = biases.read(&spec)?;
-        let buffers = buffers
+        let zero_nan_blocks = checkpoint.zero_nan_blocks();
+        let buffers = sources
             .par_iter()
-            .map(|tensor| {
-                Ok(Buffer {
-                    float: tensor.float,
-                    bytes: tensor.read_bytes()?,
-                })
-            })
+            .map(|source| Buffer::read(source, zero_nan_blocks))
             .collect::<Result<_, CheckpointError>>()?;
         Ok(Self {
             spec,
@@ -135,6 +209,40 @@ impl MoeLayer {
             shared,
             biases,
         })
+    }
+
+    /// The layer with its routed experts from a folder that `asym-gemm convert --to int8` or
+    /// `int8-block` wrote, code by code; all else stays as it is.
+    ///
+    /// # Errors
+    /// If the folder has no such layer, or one of another shape.
+    pub fn with_int8_experts(mut self, folder: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let spec = &self.spec;
+        let path = folder.as_ref().join(int8_layer_name(spec.layer));
+        let file = TensorFile::open(path)?;
+        let first = self.buffers.len();
+        for (projection, name) in [
+            (Projection::Gate, "gate"),
+            (Projection::Up, "up"),
+            (Projection::Down, "down"),
+        ] {
+            let (rows, columns) = match projection {
+                Projection::Down => (spec.hidden, spec.intermediate),
+                _ => (spec.intermediate, spec.hidden),
+            };
+            let source = int8_source(&file, name, spec.experts, Shape { rows, columns })?;
+            self.buffers.push(Buffer::read(&source, false)?);
+            for (expert, views) in self.experts.iter_mut().enumerate() {
+                views[projection as usize] = View {
+                    buffer: first + projection as usize,
+                    first: expert * rows * columns,
+                    row_stride: columns,
+                    step: 1,
+                    blocks_aligned: true,
+                };
+            }
+        }
+        Ok(self)
     }
 
     /// Row `row` of an expert's matrix: of gate and up (`intermediate` rows) `hidden`
@@ -157,21 +265,7 @@ impl MoeLayer {
     /// # Panics
     /// If the expert does not exist.
     pub fn expert_bias(&self, expert: usize, projection: Projection) -> Option<&[f32]> {
-        let MoeSpec {
-            hidden,
-            intermediate,
-            experts,
-            bias,
-            ..
-        } = self.spec;
-        assert!(expert < experts, "expert {expert} of {experts}");
-        let (start, len) = match projection {
-            Projection::Gate => (0, intermediate),
-            Projection::Up => (intermediate, intermediate),
-            Projection::Down => (2 * intermediate, hidden),
-        };
-        let start = expert * (2 * intermediate + hidden) + start;
-        bias.then(|| &self.biases[start..start + len])
+        self.spec.bias_of(&self.biases, expert, projection)
     }
 
     /// Row `row` of the shared expert's matrix, as [`Self::expert_row`] with the width of
@@ -209,8 +303,72 @@ impl MoeLayer {
         };
         assert!(row < rows, "row {row} of {rows}");
         assert_eq!(out.len(), columns, "row length");
-        let Buffer { float, bytes } = &self.buffers[view.buffer];
-        float.decode(bytes, view.first + row * view.row_stride, view.step, out);
+        let Buffer { codes, bytes } = &self.buffers[view.buffer];
+        let first = view.first + row * view.row_stride;
+        codes.decode(bytes, 0, first, view.step, out);
+    }
+
+    /// If an expert's matrix is stored in `format`, writes row `row` as it is and returns the
+    /// scale of the matrix; see [`asym_gemm_cpu::ExpertSource::stored_row`].
+    ///
+    /// # Panics
+    /// If expert or row do not exist or `out` has other lengths.
+    pub fn stored_expert_row(
+        &self,
+        format: WeightFormat,
+        expert: usize,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.stored_row(format, self.experts[expert][projection as usize], row, out)
+    }
+
+    /// The same of the shared expert.
+    ///
+    /// # Panics
+    /// If there is none, the row does not exist or `out` has other lengths.
+    pub fn stored_shared_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        match &self.shared {
+            Some(views) => self.stored_row(format, views[projection as usize], row, out),
+            None => panic!("layer {} has no shared expert", self.spec.layer),
+        }
+    }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        view: View,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        let Buffer { codes, bytes } = &self.buffers[view.buffer];
+        let first = view.first + row * view.row_stride;
+        codes.stored_row(format, bytes, first, view.blocks_aligned, out)
+    }
+
+    /// The format that keeps the routed experts as they are stored; `None` if they are stored in
+    /// several formats, or in one that no bank has.
+    pub fn stored_format(&self) -> Option<WeightFormat> {
+        let mut views = self.experts.iter().flatten();
+        let format = |view: &View| self.buffers[view.buffer].codes.bank_format();
+        let first = format(views.next()?)?;
+        views
+            .all(|view| format(view) == Some(first))
+            .then_some(first)
+    }
+
+    /// Names of the formats of the routed experts' weights, each once.
+    pub fn stored_names(&self) -> Vec<String> {
+        let views = self.experts.iter().flatten();
+        let names = views.map(|view| self.buffers[view.buffer].codes.name());
+        names.collect::<BTreeSet<_>>().into_iter().collect()
     }
 }
 

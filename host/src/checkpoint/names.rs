@@ -1,8 +1,9 @@
 //! Accounting of a layer's tensors: each is used exactly once or reported.
 
-use super::error::{CheckpointError, FileError, NameList};
+use super::error::{CheckpointError, NameList};
 use super::file::TensorFile;
 use super::float::Float;
+use super::header::TensorInfo;
 use super::shards::Checkpoint;
 use std::collections::BTreeMap;
 
@@ -13,23 +14,25 @@ const BLOCKS: [&str; 2] = ["mlp.", "block_sparse_moe."];
 
 /// Tensors that other software needs and a layer may hold without harm: scales for
 /// quantising activations do not change the weights.
-const IGNORED: &str = ".input_scale";
+const IGNORED: [&str; 2] = [".input_scale", ".input_global_scale"];
+
+/// A tensor of the layer, its shape checked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RawTensor<'a> {
+    pub(super) file: &'a TensorFile,
+    pub(super) name: &'a str,
+}
 
 /// A float tensor of the layer, its shape checked.
 #[derive(Debug)]
 pub(super) struct Tensor<'a> {
     file: &'a TensorFile,
     name: &'a str,
-    pub(super) float: Float,
 }
 
 impl Tensor<'_> {
     pub(super) fn read_f32(&self) -> Result<Vec<f32>, CheckpointError> {
         Ok(self.file.read_f32(self.name)?)
-    }
-
-    pub(super) fn read_bytes(&self) -> Result<Vec<u8>, CheckpointError> {
-        Ok(self.file.read_bytes(self.name)?)
     }
 }
 
@@ -80,6 +83,11 @@ impl<'a> Claims<'a> {
         })
     }
 
+    /// What the tensors' names start with.
+    pub(super) fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
     /// The names, without prefix, of the tensors not used yet.
     pub(super) fn names(&self) -> impl Iterator<Item = &'a str> {
         self.left.keys().copied()
@@ -90,7 +98,13 @@ impl<'a> Claims<'a> {
         self.left.contains_key(name)
     }
 
-    /// Uses up tensor `name`; notes it as missing and returns nothing if it is not there.
+    /// What the file says about a tensor that has not been used yet.
+    pub(super) fn info(&self, name: &str) -> Option<&'a TensorInfo> {
+        let (name, file) = self.left.get(name)?;
+        file.tensors().get(*name)
+    }
+
+    /// Uses up float tensor `name`; notes it as missing and returns nothing if it is not there.
     ///
     /// # Errors
     /// Another shape, whose dimensions `meaning` names, or a dtype that is not a float.
@@ -100,22 +114,42 @@ impl<'a> Claims<'a> {
         shape: &[usize],
         meaning: &'static str,
     ) -> Result<Option<Tensor<'a>>, CheckpointError> {
+        let Some(raw) = self.take_raw(name, &[shape], meaning)? else {
+            return Ok(None);
+        };
+        let RawTensor { file, name } = raw;
+        let dtype = file.info(name)?.dtype;
+        if Float::of(dtype).is_none() {
+            return Err(file.dtype_error(name, dtype, Float::SUPPORTED).into());
+        }
+        Ok(Some(Tensor { file, name }))
+    }
+
+    /// Uses up tensor `name` of any dtype; notes it as missing and returns nothing if it is not
+    /// there.
+    ///
+    /// # Errors
+    /// None of `shapes`; the first, whose dimensions `meaning` names, is reported.
+    pub(super) fn take_raw(
+        &mut self,
+        name: &str,
+        shapes: &[&[usize]],
+        meaning: &'static str,
+    ) -> Result<Option<RawTensor<'a>>, CheckpointError> {
         let Some((name, file)) = self.left.remove(name) else {
             self.missing.push(format!("{}{name}", self.prefix));
             return Ok(None);
         };
         let info = file.info(name)?;
-        if info.shape != shape {
+        if !shapes.contains(&info.shape.as_slice()) {
             return Err(CheckpointError::Shape {
                 tensor: name.to_owned(),
                 found: info.shape.clone(),
-                expected: shape.to_vec(),
+                expected: shapes[0].to_vec(),
                 meaning,
             });
         }
-        let float = Float::of(info.dtype)
-            .ok_or_else(|| -> FileError { file.dtype_error(name, info.dtype, Float::SUPPORTED) })?;
-        Ok(Some(Tensor { file, name, float }))
+        Ok(Some(RawTensor { file, name }))
     }
 
     /// # Errors
@@ -125,7 +159,7 @@ impl<'a> Claims<'a> {
             .left
             .values()
             .map(|&(name, _)| name)
-            .filter(|name| !name.ends_with(IGNORED))
+            .filter(|name| !IGNORED.iter().any(|end| name.ends_with(end)))
             .collect();
         let missing = self.missing;
         match missing.is_empty() && unexpected.is_empty() {

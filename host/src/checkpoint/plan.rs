@@ -10,13 +10,20 @@
 //! experts.gate_up_proj, experts.down_proj               [E, 2I, H] [E, H, I], gate rows first
 //! the same, transposed and interleaved (gpt-oss)        [E, H, 2I] [E, I, H], gate even, up odd
 //! experts.gate_proj | up_proj | down_proj               [E, I, H] [E, I, H] [E, H, I]
+//! experts.gate_up_proj_blocks, experts.down_proj_blocks [E, 2I, H/32, 16] [E, H, I/32, 16]
 //! ```
+//!
+//! What each matrix is stored as, its scales included, is for [`weights`] to find.
 
 use super::config::{ModelType, SharedSpec};
 use super::error::CheckpointError;
+use super::float::Float;
 use super::layer::MoeSpec;
 use super::names::{Claims, Tensor};
 use super::shards::Checkpoint;
+use super::stored::{Shape, Source};
+use super::weights::{self, Wanted};
+use asym_gemm_formats::fp8;
 
 /// Order of the dimensions in expert tensors of three dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,20 +46,25 @@ impl FusedLayout {
 }
 
 /// A matrix inside a buffer; element (r, k) is number first + r * row_stride + k * step.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct View {
     pub(super) buffer: usize,
     pub(super) first: usize,
     pub(super) row_stride: usize,
     pub(super) step: usize,
+    /// Whether rows 0..128, 128..256, .. of the matrix are such rows of the tensor's matrix too,
+    /// so that they share their blocks.
+    pub(super) blocks_aligned: bool,
 }
 
 /// What is to be read, while names and shapes are being checked.
 pub(super) struct Plan<'a> {
     claims: Claims<'a>,
-    buffers: Vec<Tensor<'a>>,
-    spec: &'a MoeSpec,
+    buffers: Vec<Source<'a>>,
+    spec: MoeSpec,
     fused: FusedLayout,
+    /// Rows and columns of an fp8 block.
+    block: [usize; 2],
 }
 
 /// How experts are named; `suffix` is what follows the module's name.
@@ -76,7 +88,7 @@ const DOWN_SHAPE: &str = "(hidden, intermediate)";
 impl<'a> Plan<'a> {
     pub(super) fn new(
         checkpoint: &'a Checkpoint,
-        spec: &'a MoeSpec,
+        spec: MoeSpec,
         fused: FusedLayout,
     ) -> Result<Self, CheckpointError> {
         let claims = Claims::of_layer(checkpoint, spec.layer)?;
@@ -85,14 +97,20 @@ impl<'a> Plan<'a> {
             buffers: Vec::new(),
             spec,
             fused,
+            block: checkpoint.config().weight_block,
         })
+    }
+
+    /// What the names of the block's tensors start with.
+    pub(super) fn prefix(&self) -> &str {
+        self.claims.prefix()
     }
 
     /// The tensors to be read as they are, in the order of the views' buffer numbers.
     ///
     /// # Errors
     /// Tensors that are missing or left over.
-    pub(super) fn finish(self) -> Result<Vec<Tensor<'a>>, CheckpointError> {
+    pub(super) fn finish(self) -> Result<Vec<Source<'a>>, CheckpointError> {
         self.claims.finish()?;
         Ok(self.buffers)
     }
@@ -125,7 +143,7 @@ impl<'a> Plan<'a> {
     }
 
     fn spelling(&self) -> Spelling {
-        for suffix in ["", ".weight"] {
+        for suffix in ["", ".weight", "_blocks"] {
             if self.claims.has(&format!("experts.gate_up_proj{suffix}")) {
                 return Spelling::Fused { suffix };
             }
@@ -139,7 +157,7 @@ impl<'a> Plan<'a> {
             name.starts_with("experts.")
                 && [".w1.weight", ".w2.weight", ".w3.weight"]
                     .iter()
-                    .any(|end| name.ends_with(end))
+                    .any(|part| name.contains(part))
         });
         let names = if mixtral {
             ["w1", "w3", "w2"]
@@ -156,7 +174,7 @@ impl<'a> Plan<'a> {
             experts,
             bias,
             ..
-        } = self.spec;
+        } = &self.spec;
         match self.spelling() {
             Spelling::PerExpert { names } => {
                 let mut views = Vec::with_capacity(experts);
@@ -263,13 +281,19 @@ impl<'a> Plan<'a> {
     ) -> Result<[View; 3], CheckpointError> {
         let hidden = self.spec.hidden;
         let mut view = |name: &str, rows, columns, meaning| -> Result<View, CheckpointError> {
-            let name = format!("{module}.{name}.weight");
-            let buffer = self.buffer(&name, &[rows, columns], meaning)?;
+            let buffer = self.buffer(Wanted {
+                module: &format!("{module}.{name}"),
+                suffix: ".weight",
+                experts: None,
+                shape: Shape { rows, columns },
+                meaning,
+            })?;
             Ok(View {
                 buffer,
                 first: 0,
                 row_stride: columns,
                 step: 1,
+                blocks_aligned: true,
             })
         };
         Ok([
@@ -287,13 +311,31 @@ impl<'a> Plan<'a> {
         outputs: usize,
         inputs: usize,
     ) -> Result<Bank, CheckpointError> {
-        let (rows, columns, meaning) = match self.fused.transposed {
+        let full = format!("{name}{suffix}");
+        let float = self
+            .claims
+            .info(&full)
+            .and_then(|info| Float::of(info.dtype));
+        // What is packed along the inputs cannot be transposed.
+        let transposed = self.fused.transposed && suffix != "_blocks";
+        if let (true, None, Some(info)) = (transposed, float, self.claims.info(&full)) {
+            return Err(CheckpointError::Transposed {
+                tensor: full,
+                dtype: info.dtype.to_string(),
+            });
+        }
+        let (rows, columns, meaning) = match transposed {
             true => (inputs, outputs, "(experts, inputs, outputs)"),
             false => (outputs, inputs, "(experts, outputs, inputs)"),
         };
-        let shape = [self.spec.experts, rows, columns];
-        let buffer = self.buffer(&format!("{name}{suffix}"), &shape, meaning)?;
-        let (row_stride, step) = match self.fused.transposed {
+        let buffer = self.buffer(Wanted {
+            module: name,
+            suffix,
+            experts: Some(self.spec.experts),
+            shape: Shape { rows, columns },
+            meaning,
+        })?;
+        let (row_stride, step) = match transposed {
             true => (1, outputs),
             false => (inputs, 1),
         };
@@ -303,6 +345,7 @@ impl<'a> Plan<'a> {
                 first: 0,
                 row_stride,
                 step,
+                blocks_aligned: true,
             },
             size: outputs * inputs,
         })
@@ -322,16 +365,12 @@ impl<'a> Plan<'a> {
             .take(&name, &[self.spec.experts, outputs], "(experts, outputs)")
     }
 
-    /// The number of the buffer for a tensor; of no meaning if the tensor is missing,
+    /// The number of the buffer for a matrix; of no meaning if a tensor of it is missing,
     /// which [`Claims::finish`] reports before anything is read.
-    fn buffer(
-        &mut self,
-        name: &str,
-        shape: &[usize],
-        meaning: &'static str,
-    ) -> Result<usize, CheckpointError> {
+    fn buffer(&mut self, wanted: Wanted<'_>) -> Result<usize, CheckpointError> {
         let number = self.buffers.len();
-        self.buffers.extend(self.claims.take(name, shape, meaning)?);
+        let source = weights::claim(&mut self.claims, wanted, self.block)?;
+        self.buffers.extend(source);
         Ok(number)
     }
 }
@@ -357,12 +396,14 @@ impl View {
         View {
             first: self.first + first * self.row_stride,
             row_stride: stride * self.row_stride,
+            blocks_aligned: stride == 1 && first.is_multiple_of(fp8::BLOCK),
             ..self
         }
     }
 }
 
 /// Where the experts' biases are.
+#[derive(Debug)]
 pub(super) enum Biases<'a> {
     /// Gate, up and down of each expert; none if there are no biases.
     PerExpert(Vec<Option<Tensor<'a>>>),

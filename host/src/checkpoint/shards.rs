@@ -29,6 +29,7 @@ pub struct Checkpoint {
     /// Each tensor's file.
     tensors: BTreeMap<String, usize>,
     fused: Option<FusedLayout>,
+    zero_nan_blocks: bool,
 }
 
 impl Checkpoint {
@@ -78,6 +79,7 @@ impl Checkpoint {
             files,
             tensors,
             fused: None,
+            zero_nan_blocks: false,
         })
     }
 
@@ -90,6 +92,23 @@ impl Checkpoint {
         self
     }
 
+    /// Takes NVFP4 blocks whose scale is NaN and whose codes are all zero for zeros, which some
+    /// converters write for them. Otherwise they are an error, as a NaN scale of other codes
+    /// always is.
+    pub fn with_zero_nan_blocks(mut self) -> Self {
+        self.zero_nan_blocks = true;
+        self
+    }
+
+    pub(super) fn zero_nan_blocks(&self) -> bool {
+        self.zero_nan_blocks
+    }
+
+    /// The layout of expert tensors of three dimensions, if it is not the family's.
+    pub(super) fn fused_layout(&self) -> Option<FusedLayout> {
+        self.fused
+    }
+
     /// The model's description.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -98,6 +117,34 @@ impl Checkpoint {
     /// The folder of its files.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// The folder, `.` if the checkpoint was named as a file of the current one.
+    pub(crate) fn folder_or_here(&self) -> &Path {
+        match self.folder.as_os_str().is_empty() {
+            true => Path::new("."),
+            false => &self.folder,
+        }
+    }
+
+    /// The file that holds a tensor.
+    ///
+    /// # Errors
+    /// No such tensor.
+    pub fn file_of(&self, tensor: &str) -> Result<&TensorFile, FileError> {
+        match self.tensors.get(tensor) {
+            Some(&file) => Ok(&self.files[file]),
+            None => Err(FileError::NoTensor {
+                path: self.folder.clone(),
+                tensor: tensor.to_owned(),
+                available: self.tensors.keys().cloned().collect(),
+            }),
+        }
+    }
+
+    /// How many files of tensors it has.
+    pub fn files(&self) -> usize {
+        self.files.len()
     }
 
     /// All tensors by name, ascending.
@@ -130,7 +177,7 @@ impl Checkpoint {
     /// The result holds the layer's tensors once, as stored.
     ///
     /// # Errors
-    /// Quantised checkpoints, layers out of range or dense, tensors that are missing, not
+    /// Unknown ways of quantising, scales that are not numbers, layers out of range or dense, tensors that are missing, not
     /// understood or of another shape than config.json says, files that cannot be read.
     pub fn moe_layer(&self, layer: usize) -> Result<MoeLayer, CheckpointError> {
         MoeLayer::load(self, layer, self.fused)

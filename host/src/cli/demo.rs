@@ -70,7 +70,7 @@ pub(super) fn run(
         }
     };
     let number = arguments.layer;
-    let layer = load::layer(&folder, number)?;
+    let layer = load::layer(&folder, number, false)?;
     let io = TensorFile::open(folder.join("moe_io.safetensors"))?;
     let x = io.read_f32(&format!("layer{number}.input"))?;
     let expected = io.read_f32(&format!("layer{number}.output"))?;
@@ -185,7 +185,13 @@ fn run_format(
                 weight_gb_per_second: forward.weight_bytes as f64 / forward.seconds / 1e9,
                 forward,
                 limit_gb_per_second: limits.of(backend),
-                comparison: Comparison::new(&out, expected, layer.spec.hidden, format),
+                comparison: Comparison::new(
+                    &out,
+                    expected,
+                    layer.spec.hidden,
+                    format,
+                    layer.stored_format() == Some(format),
+                ),
             });
         }
     }

@@ -193,23 +193,20 @@ fn device_report(ordinal: usize, measure: bool) -> DeviceReport {
 
 /// Kernels for each format: the tile follows from the rows of the largest expert.
 fn kernels(engine: &Engine, unusable: Option<&str>) -> Vec<KernelChoice> {
-    [
-        WeightFormat::Bf16,
-        WeightFormat::Int8PerRow,
-        WeightFormat::Int8Block128,
-        WeightFormat::Fp8Block128,
-    ]
-    .into_iter()
-    .map(|format| KernelChoice {
-        format: format.name(),
-        cpu: engine.kernel_name(format),
-        gpu: match unusable {
-            _ if !Backend::Gpu.supports(format) => Err("fp8 experts run on the CPU".to_owned()),
-            Some(reason) => Err(reason.to_owned()),
-            None => Ok(gpu_kernels(format)),
-        },
-    })
-    .collect()
+    WeightFormat::ALL
+        .into_iter()
+        .map(|format| KernelChoice {
+            format: format.name(),
+            cpu: engine.kernel_name(format),
+            gpu: match unusable {
+                _ if !Backend::Gpu.supports(format) => {
+                    Err(format!("{format} experts run on the CPU"))
+                }
+                Some(reason) => Err(reason.to_owned()),
+                None => Ok(gpu_kernels(format)),
+            },
+        })
+        .collect()
 }
 
 #[cfg(feature = "cuda")]
@@ -222,7 +219,7 @@ fn gpu_kernels(format: WeightFormat) -> Vec<GpuKernel> {
             (Operands::Int8Slices, "down"),
         ],
         WeightFormat::Int8Block128 => &[(Operands::Int8Blocks, "gate, up and down")],
-        WeightFormat::Fp8Block128 => &[],
+        WeightFormat::Fp8Block128 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => &[],
     };
     let mut kernels = Vec::new();
     for &(operands, product) in operands {

@@ -38,10 +38,18 @@ fn progress(length: usize, message: &'static str) -> ProgressBar {
 }
 
 /// Reads one layer of a checkpoint, with a sign of life on standard error.
-pub(super) fn layer(folder: &Path, number: usize) -> Result<MoeLayer, Failure> {
+pub(super) fn layer(
+    folder: &Path,
+    number: usize,
+    zero_nan_blocks: bool,
+) -> Result<MoeLayer, Failure> {
     let spinner = ProgressBar::new_spinner().with_message("reading the layer");
     spinner.enable_steady_tick(Duration::from_millis(100));
-    let layer = Checkpoint::open(folder)?.moe_layer(number)?;
+    let mut checkpoint = Checkpoint::open(folder)?;
+    if zero_nan_blocks {
+        checkpoint = checkpoint.with_zero_nan_blocks();
+    }
+    let layer = checkpoint.moe_layer(number)?;
     spinner.finish_and_clear();
     Ok(layer)
 }

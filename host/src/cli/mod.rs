@@ -2,11 +2,16 @@
 
 mod bench_cpu;
 mod bench_gpu;
+mod bench_layer;
 mod check;
+mod convert;
 mod demo;
 mod doctor;
+mod inspect;
 mod load;
+mod machine;
 mod moe;
+mod plan;
 mod table;
 
 use asym_gemm::formats::WeightFormat;
@@ -36,6 +41,12 @@ enum Command {
     Demo(demo::DemoArguments),
     /// Run one MoE layer of a checkpoint: router, experts, shared expert.
     Moe(moe::MoeArguments),
+    /// Convert a checkpoint's experts to another format, and verify each of them.
+    Convert(convert::ConvertArguments),
+    /// Show what a checkpoint holds, what a token costs and what fits where.
+    Inspect(inspect::InspectArguments),
+    /// Predict a layer's time, bytes and memory under each policy, on this or a given machine.
+    Plan(plan::PlanArguments),
     /// Compare kernels with this machine's ceilings.
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -50,6 +61,8 @@ enum BenchCommand {
     Cpu(bench_cpu::BenchCpuArguments),
     /// The grouped GEMM on the GPU: link and memory rates first, then each way of the weights.
     Gpu(bench_gpu::BenchGpuArguments),
+    /// A MoE layer under each policy: limits first, then verified and timed against the byte floor.
+    Layer(bench_layer::BenchLayerArguments),
 }
 
 /// What a command found; errors are of the library or of the input.
@@ -74,6 +87,10 @@ enum FormatArgument {
     Int8Block128,
     /// fp8 (e4m3) with a scale for each 128 rows and 128 columns; CPU only.
     Fp8,
+    /// fp4 with an fp8 scale for each 16 columns and one of the matrix; CPU only.
+    Nvfp4,
+    /// fp4 with a power of two for each 32 columns; CPU only.
+    Mxfp4,
 }
 
 impl From<FormatArgument> for WeightFormat {
@@ -83,6 +100,8 @@ impl From<FormatArgument> for WeightFormat {
             FormatArgument::Int8 => Self::Int8PerRow,
             FormatArgument::Int8Block128 => Self::Int8Block128,
             FormatArgument::Fp8 => Self::Fp8Block128,
+            FormatArgument::Nvfp4 => Self::Nvfp4,
+            FormatArgument::Mxfp4 => Self::Mxfp4,
         }
     }
 }
@@ -155,10 +174,16 @@ fn execute(arguments: &Arguments) -> Result<Outcome, Failure> {
     let outcome = match &arguments.command {
         Command::Demo(a) => demo::run(a, arguments.json, &mut text),
         Command::Moe(a) => moe::run(a, arguments.json, &mut text),
+        Command::Convert(a) => convert::run(a, arguments.json, &mut text),
+        Command::Inspect(a) => inspect::run(a, arguments.json, &mut text),
+        Command::Plan(a) => plan::run(a, arguments.threads, arguments.json, &mut text),
         Command::Bench(BenchCommand::Cpu(a)) => {
             bench_cpu::run(a, arguments.threads, arguments.json, &mut text)
         }
         Command::Bench(BenchCommand::Gpu(a)) => bench_gpu::run(a, arguments.json, &mut text),
+        Command::Bench(BenchCommand::Layer(a)) => {
+            bench_layer::run(a, arguments.threads, arguments.json, &mut text)
+        }
         Command::Doctor(a) => doctor::run(a, arguments.json, &mut text),
     }?;
     // Not `print!`, which panics where nobody reads or the disk is full.

@@ -26,9 +26,15 @@ pub(super) struct MoeArguments {
     /// Where to write the output, as tensor `output` of a safetensors file.
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Format that the experts are computed in.
-    #[arg(long, value_enum, default_value = "bf16")]
-    format: FormatArgument,
+    /// Format that the experts are computed in (default: as stored, or bf16).
+    #[arg(long, value_enum)]
+    format: Option<FormatArgument>,
+    /// Folder of int8 experts, as `convert` writes them, to take the place of the checkpoint's.
+    #[arg(long, value_name = "DIR")]
+    experts: Option<PathBuf>,
+    /// Take NVFP4 blocks whose scale is NaN and whose codes are all zero for zeros.
+    #[arg(long)]
+    zero_nan_blocks: bool,
     /// Who computes the experts.
     #[arg(long, value_enum, default_value = "auto")]
     backend: BackendArgument,
@@ -58,7 +64,18 @@ pub(super) fn run(
     json: bool,
     text: &mut String,
 ) -> Result<Outcome, Failure> {
-    let format: WeightFormat = arguments.format.into();
+    if let Some(path) = &arguments.output {
+        check_output(path, arguments)?;
+    }
+    let mut layer = load::layer(&arguments.model, arguments.layer, arguments.zero_nan_blocks)?;
+    if let Some(folder) = &arguments.experts {
+        layer = layer.with_int8_experts(folder)?;
+    }
+    let stored = layer.stored_format();
+    let format = match arguments.format {
+        Some(format) => format.into(),
+        None => stored.unwrap_or(WeightFormat::Bf16),
+    };
     let backend = match arguments.backend {
         BackendArgument::Cpu => Backend::Cpu,
         BackendArgument::Gpu => Backend::Gpu,
@@ -68,10 +85,6 @@ pub(super) fn run(
             _ => Backend::Cpu,
         },
     };
-    if let Some(path) = &arguments.output {
-        check_output(path, arguments)?;
-    }
-    let layer = load::layer(&arguments.model, arguments.layer)?;
     let hidden = layer.spec.hidden;
     let x = tokens("--input", &arguments.input, hidden)?;
     let expected = match &arguments.expect {
@@ -104,7 +117,9 @@ pub(super) fn run(
         tokens: x.len() / hidden,
         format: format.name(),
         forward,
-        comparison: expected.map(|expected| Comparison::new(&out, &expected, hidden, format)),
+        comparison: expected.map(|expected| {
+            Comparison::new(&out, &expected, hidden, format, stored == Some(format))
+        }),
         output: arguments
             .output
             .as_ref()

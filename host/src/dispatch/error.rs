@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::RatesError;
+use super::{RatesError, ResidencyError};
 use crate::checkpoint::FileError;
 
 /// A model or profile that cannot be loaded or saved.
@@ -33,6 +33,9 @@ pub enum DispatchError {
     /// A rate that no machine has.
     #[error(transparent)]
     Rates(#[from] RatesError),
+    /// A residency policy that cannot be.
+    #[error(transparent)]
+    Residency(#[from] ResidencyError),
 }
 
 /// Largest file that is read: a model or a profile has some kilobytes.

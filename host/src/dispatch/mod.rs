@@ -5,6 +5,7 @@
 //! - [`best`], [`candidates`]: the division of one forward that ends first.
 //! - [`Adaptive`]: the policy, which joins the two and learns.
 //! - [`Residency`]: the experts that earn a place in HBM, with bounded changes.
+//! - [`Question`]: all of it without running anything.
 //! - [`by_slices`], [`by_experts`]: the GPUs' part over several GPUs.
 //!
 //! Everything here is arithmetic on the host and independent of the `cuda` feature. The formulas
@@ -14,19 +15,24 @@ mod adaptive;
 mod cost;
 mod devices;
 mod error;
+mod estimate;
 mod fit;
+mod measure;
 mod model;
 mod partition;
 mod rates;
 mod residency;
+mod retain;
 #[cfg(test)]
 mod simulation;
+mod traffic;
 
 pub use adaptive::{Adaptive, AdaptiveSettings};
 pub use cost::{Costs, Prediction, SideCost, SideWork, Work, padded_rows};
 pub use devices::{DeviceShare, by_experts, by_slices};
 pub use error::DispatchError;
-pub use model::{Model, SharedModel, Snapshot};
+pub use estimate::{Estimate, PolicyEstimate, Question};
+pub use model::{Model, RegimeSnapshot, SharedModel, Snapshot};
 pub use partition::{Method, Plan, best, candidates};
 pub use rates::{Rates, RatesError};
 pub use residency::{

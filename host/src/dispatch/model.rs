@@ -264,11 +264,11 @@ impl Model {
         let multipliers = fitted.unwrap_or_else(|| {
             let near = self.near(key);
             let multipliers = self.multipliers(near.into_iter());
-            if let Some(regime) = self.regimes.get_mut(&key) {
-                regime.fitted = Some(multipliers);
-                regime.refit = false;
-                regime.unfitted = 0;
-            }
+            // Also of a regime that has seen nothing, so that its first outlier is seen as one.
+            let regime = self.regimes.entry(key).or_default();
+            regime.fitted = Some(multipliers);
+            regime.refit = false;
+            regime.unfitted = 0;
             multipliers
         });
         multipliers.apply(&self.rates.costs(shape))

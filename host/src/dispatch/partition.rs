@@ -403,9 +403,10 @@ impl<'a> Problem<'a> {
 
     /// Cuts every expert's slices that are not resident at one share.
     ///
-    /// The share follows from the totals, as if slices could be cut; whole slices are then dealt so
-    /// that the CPU's time, summed over the experts so far, stays within half a slice of it. Experts
-    /// with many rows come first, and those with few correct what they leave over.
+    /// The share follows from the totals, as if slices could be cut. Whole slices are then dealt:
+    /// each expert's rounded down, and one more to each of the first experts until the CPU's time is
+    /// that of the share. So the sum is right to a slice, however few experts there are, and there
+    /// are two runs of experts that are cut alike, which a GPU takes in as many launches.
     fn inside_every_expert(&self) -> Option<Cut> {
         let mut ends = [Work::default(); 2];
         for (i, &from) in self.resident_from.iter().enumerate() {
@@ -414,41 +415,34 @@ impl<'a> Problem<'a> {
         }
         let share = self.balanced_share(&ends);
         let weight = |i: usize| self.costs.cpu.slice_of(self.loads[i].rows);
-        let mut order: Vec<usize> = (0..self.loads.len()).collect();
-        order.sort_by(|&a, &b| (weight(b).total_cmp(&weight(a))).then(a.cmp(&b)));
-        let mut cpu = vec![0; self.loads.len()];
         let mut owed = 0.0;
-        for &i in &order {
-            let most = f64::from(self.resident_from[i]);
-            owed += share * most * weight(i);
-            let slices = match weight(i) > 0.0 {
-                true => (owed / weight(i)).round().clamp(0.0, most),
-                false => (share * most).round(),
-            };
-            owed -= slices * weight(i);
-            cpu[i] = slices as u32;
-        }
-        let mut best = self.cut(Method::Slices, cpu, None);
-        // A slice more or less of the expert with the fewest rows that has room for it.
-        for _ in 0..order.len().min(4) {
-            let (cpu_s, gpu_s) = (best.prediction.cpu_s, best.prediction.gpu_s);
-            let step: i64 = if cpu_s > gpu_s { -1 } else { 1 };
-            let room = |&&i: &&usize| {
-                let slices = i64::from(best.cpu[i]) + step;
-                (0..=i64::from(self.resident_from[i])).contains(&slices)
-            };
-            let Some(&i) = order.iter().rev().find(room) else {
-                break;
-            };
-            let mut cpu = best.cpu.clone();
-            cpu[i] = cpu[i].saturating_add_signed(step as i32);
-            let next = self.cut(Method::Slices, cpu, None);
-            if next.prediction.total_s >= best.prediction.total_s {
-                break;
+        let mut least = Vec::with_capacity(self.loads.len());
+        let mut open = Vec::with_capacity(self.loads.len());
+        for (i, &most) in self.resident_from.iter().enumerate() {
+            let wanted = share * f64::from(most);
+            let slices = wanted.floor() as u32;
+            owed += (wanted - f64::from(slices)) * weight(i);
+            least.push(slices);
+            if slices < most {
+                open.push(i);
             }
-            best = next;
         }
-        Some(best)
+        let more = open
+            .iter()
+            .take_while(|&&i| {
+                let takes = owed >= 0.5 * weight(i) && owed > 0.0;
+                owed -= weight(i);
+                takes
+            })
+            .count();
+        // The times are not linear in whole shares: the neighbours may be better.
+        (more.saturating_sub(1)..=(more + 1).min(open.len()))
+            .map(|more| {
+                let mut cpu = least.clone();
+                open[..more].iter().for_each(|&i| cpu[i] += 1);
+                self.cut(Method::Slices, cpu, None)
+            })
+            .min_by(|a, b| a.prediction.total_s.total_cmp(&b.prediction.total_s))
     }
 
     /// The CPU's share of the slices at which both sides end together; `ends` is the work at 0 and 1.

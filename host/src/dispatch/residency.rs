@@ -259,9 +259,12 @@ impl Residency {
     /// Changes the budget, as when HBM runs short. Experts beyond it are taken out at once, the
     /// least used first, and returned.
     pub fn set_budget(&mut self, budget_bytes: u64) -> Vec<u32> {
-        self.capacity = usize::try_from(budget_bytes / self.expert_bytes)
-            .unwrap_or(usize::MAX)
-            .min(self.resident.len());
+        self.set_capacity(usize::try_from(budget_bytes / self.expert_bytes).unwrap_or(usize::MAX))
+    }
+
+    /// The same in experts.
+    pub(super) fn set_capacity(&mut self, experts: usize) -> Vec<u32> {
+        self.capacity = experts.min(self.resident.len());
         let mut evicted = Vec::new();
         while self.count > self.capacity {
             let Some(coldest) = self.coldest() else { break };
@@ -320,6 +323,11 @@ impl Residency {
             (true, false) => decode,
             _ => prefill,
         }
+    }
+
+    /// The rank of an expert that the layer has.
+    pub(super) fn score_of(&self, expert: u32) -> f64 {
+        self.score(expert as usize)
     }
 
     /// Uses behind the scores: how far chance moves them.

@@ -7,75 +7,11 @@ use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::bank::BankGeometry;
 
 use super::cost::padded_rows;
+use super::traffic::{Random, popularity, route};
 use super::*;
 use crate::moe::division::{
     Divide, Division, ExpertLoad, FixedPolicy, ForwardTimes, LayerShape, STATIC_M_CPU,
 };
-
-/// SplitMix64.
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    /// Uniform in 0..1.
-    pub(super) fn unit(&mut self) -> f64 {
-        (self.bits() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    /// Standard normal.
-    fn normal(&mut self) -> f64 {
-        let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
-        radius * (std::f64::consts::TAU * self.unit()).cos()
-    }
-}
-
-/// Popularity of experts: all alike, or by Zipf's law.
-pub(super) fn popularity(experts: usize, exponent: f64) -> Vec<f64> {
-    let weights: Vec<f64> = (1..=experts)
-        .map(|rank| (rank as f64).powf(-exponent))
-        .collect();
-    let sum: f64 = weights.iter().sum();
-    weights.into_iter().map(|weight| weight / sum).collect()
-}
-
-/// Rows of each expert where `tokens` tokens choose `top_k` different ones each.
-pub(super) fn route(
-    random: &mut Random,
-    popularity: &[f64],
-    tokens: usize,
-    top_k: usize,
-) -> Vec<u32> {
-    let mut rows = vec![0; popularity.len()];
-    if tokens > 64 {
-        // Nearly normal by then.
-        for (rows, popularity) in rows.iter_mut().zip(popularity) {
-            let mean = (popularity * (tokens * top_k) as f64).min(tokens as f64);
-            let value = mean + mean.sqrt() * random.normal();
-            *rows = value.round().clamp(0.0, tokens as f64) as u32;
-        }
-        return rows;
-    }
-    for _ in 0..tokens {
-        // The largest of u^(1/w) are a weighted choice without replacement.
-        let mut keys: Vec<(f64, usize)> = popularity
-            .iter()
-            .enumerate()
-            .map(|(expert, weight)| (random.unit().ln() / weight, expert))
-            .collect();
-        keys.sort_by(|a, b| b.0.total_cmp(&a.0));
-        for (_, expert) in &keys[..top_k] {
-            rows[*expert] += 1;
-        }
-    }
-    rows
-}
 
 /// A layer to run.
 #[derive(Clone, Copy)]
@@ -135,7 +71,7 @@ impl Layer {
 }
 
 /// Machines that are tried.
-const MACHINES: usize = 300;
+const MACHINES: usize = 60;
 
 const LAYERS: [Layer; 2] = [Layer::new(128, 2048, 768, 8), Layer::new(64, 4096, 1536, 8)];
 

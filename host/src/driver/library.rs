@@ -176,6 +176,7 @@ functions! {
         device_pci_bus_id = c"cuDeviceGetPCIBusId"(*mut c_char, c_int, CUdevice);
         function_parameter = c"cuFuncGetParamInfo"(CUfunction, usize, *mut usize, *mut usize);
         graph_instantiate = c"cuGraphInstantiateWithFlags"(*mut CUgraphExec, CUgraph, u64);
+        copy_rows = c"cuMemcpy2DAsync_v2"(*const super::rows::Copy2d, CUstream);
         launch_ex = c"cuLaunchKernelEx"(
             *const super::launch::LaunchConfigRaw, CUfunction, *mut *mut c_void, *mut *mut c_void,
         );

@@ -12,7 +12,8 @@
 //!
 //! A call enqueues its work on the stream and returns the [`Plan`]; nothing waits. Experts
 //! without rows move no byte. Rows outside the groups keep what they hold in D. There is no
-//! alignment of row counts or of N; K must make rows of a multiple of 16 bytes.
+//! alignment of row counts, N or K; where rows are not a multiple of 16 bytes, they are copied
+//! to one first: A in a scratch buffer, B chunk by chunk through the ring.
 //!
 //! All are thin: to wait for the result, or to keep the list of groups, use
 //! [`GroupedGemm::run`] with [`Packing::groups`] or [`masked_groups`]. Row counts that only

@@ -1,6 +1,13 @@
 //! Errors of the grouped GEMM.
 
 use crate::driver::DriverError;
+use asym_gemm_cpu::dense::DenseError;
+
+impl From<std::convert::Infallible> for GemmError {
+    fn from(never: std::convert::Infallible) -> Self {
+        match never {}
+    }
+}
 
 /// What can be wrong with a grouped GEMM call.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +52,9 @@ pub enum GemmError {
         /// The operand.
         what: &'static str,
     },
+    /// Operands of a general GEMM that do not fit.
+    #[error(transparent)]
+    Dense(#[from] DenseError),
     /// The driver failed.
     #[error(transparent)]
     Driver(#[from] DriverError),

@@ -21,14 +21,22 @@ pub enum MatrixFormat {
     Fp8Block128,
 }
 
-impl From<WeightFormat> for MatrixFormat {
-    fn from(format: WeightFormat) -> Self {
-        match format {
+impl TryFrom<WeightFormat> for MatrixFormat {
+    type Error = GemmError;
+
+    fn try_from(format: WeightFormat) -> Result<Self, GemmError> {
+        Ok(match format {
             WeightFormat::Bf16 => Self::Bf16,
             WeightFormat::Int8PerRow => Self::Int8PerRow,
             WeightFormat::Int8Block128 => Self::Int8Block128,
             WeightFormat::Fp8Block128 => Self::Fp8Block128,
-        }
+            WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => {
+                return Err(GemmError::Unsupported {
+                    what: "weights",
+                    reason: format!("{format} is a format of expert banks, not of matrices"),
+                });
+            }
+        })
     }
 }
 

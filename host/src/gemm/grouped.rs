@@ -2,12 +2,13 @@
 
 use super::groups::{Listed, Rows, check_groups};
 use super::launch::{Launch, Launched, Launcher, map_rows};
+use super::matrix::ROW_ALIGN;
 use super::plan::choose_transfer;
 use super::problem::{Piece, Problem, check_shapes};
 use super::{
     Activations, DeviceGroups, GemmError, GroupRange, Output, Plan, WeightMemory, Weights,
 };
-use crate::driver::{DeviceBuffer, Gpu, PinnedBuffer, Stream, TensorMap};
+use crate::driver::{DeviceBuffer, Gpu, Rows as MatrixRows, Stream, TensorMap, copy_rows};
 use crate::transfer::{CHUNK_BYTES, DEFAULT_RING_BYTES, RING_SLOTS, Ring, Transfer, chunks};
 use asym_gemm_kernels_gpu::args::Group;
 use asym_gemm_kernels_gpu::gemm::choose_tile;
@@ -24,6 +25,8 @@ pub struct GroupedGemm {
     ring: Option<Ring>,
     /// The last list of groups, and where it is on the device.
     groups: Option<(Vec<Group>, DeviceBuffer<u32>)>,
+    /// A copy of an A whose rows TMA cannot read where they are.
+    a_copy: Option<DeviceBuffer<u8>>,
 }
 
 impl GroupedGemm {
@@ -40,6 +43,7 @@ impl GroupedGemm {
             ring_bytes,
             ring: None,
             groups: None,
+            a_copy: None,
         }
     }
 
@@ -90,8 +94,9 @@ impl GroupedGemm {
         if groups.is_empty() {
             return Ok(Plan::nothing(transfer));
         }
-        let problem = Problem::new(&self.gpu, a, b, d)?;
         let (transfer, source) = choose_transfer(transfer, b.memory)?;
+        let a_rows = self.readable_a(a, stream)?;
+        let problem = Problem::new(&self.gpu, a, a_rows, b, d)?;
         let listed = Listed {
             address: self.upload(&groups, stream)?,
             count: groups.len(),
@@ -99,14 +104,14 @@ impl GroupedGemm {
         };
         // SAFETY: the caller's contract.
         unsafe {
-            match (transfer, b.memory) {
-                (Transfer::Staged, WeightMemory::Pinned(pinned)) => {
-                    self.staged(&problem, &groups, listed.address, pinned, source, stream)
-                }
-                _ => {
-                    let bytes = used_weights(&groups).len() * b.matrix_bytes();
-                    self.in_place(&problem, listed, bytes, transfer, source, stream)
-                }
+            if !b.is_aligned() {
+                let source = "rows are not a multiple of 16 bytes, copied to one";
+                self.staged(&problem, &groups, listed.address, source, stream)
+            } else if transfer == Transfer::Staged {
+                self.staged(&problem, &groups, listed.address, source, stream)
+            } else {
+                let bytes = used_weights(&groups).len() * b.matrix_bytes();
+                self.in_place(&problem, listed, bytes, transfer, source, stream)
             }
         }
     }
@@ -144,11 +149,21 @@ impl GroupedGemm {
             }
             _ => choose_transfer(transfer, b.memory)?,
         };
+        if !b.is_aligned() {
+            return Err(GemmError::Unsupported {
+                what: "weights",
+                reason: format!(
+                    "rows of {} {} elements are not a multiple of 16 bytes, so that chunks of them are copied first, which needs groups that the host knows",
+                    b.k, b.format
+                ),
+            });
+        }
         let listed = groups.listed();
         if listed.count == 0 || a.rows() == 0 {
             return Ok(Plan::nothing(transfer));
         }
-        let problem = Problem::new(&self.gpu, a, b, d)?;
+        let a_rows = self.readable_a(a, stream)?;
+        let problem = Problem::new(&self.gpu, a, a_rows, b, d)?;
         let bytes = b.count * b.matrix_bytes();
         // SAFETY: the caller's contract.
         unsafe { self.in_place(&problem, listed, bytes, transfer, source, stream) }
@@ -185,11 +200,15 @@ impl GroupedGemm {
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
         let b = problem.b;
-        let address = match b.memory {
-            WeightMemory::Pinned(buffer) => buffer.device_ptr(),
-            WeightMemory::Device(buffer) => buffer.as_raw(),
-        };
-        let b_map = map_rows(&self.gpu, b.format, address, b.count, b.n, b.k)?;
+        let b_map = map_rows(
+            &self.gpu,
+            b.format,
+            b.address(),
+            b.count,
+            b.n,
+            b.k,
+            b.pitch(),
+        )?;
         let piece = Piece {
             groups,
             weights: 0..b.count,
@@ -208,7 +227,8 @@ impl GroupedGemm {
         })
     }
 
-    /// Weights through the ring, a launch for each chunk.
+    /// Weights through the ring, a launch for each chunk; from device memory too where rows
+    /// must be copied to another pitch.
     ///
     /// # Safety
     /// As [`Self::enqueue`], with `groups` on the device at `address`.
@@ -217,7 +237,6 @@ impl GroupedGemm {
         problem: &Problem<'_>,
         groups: &[Group],
         address: u64,
-        pinned: &PinnedBuffer,
         source: &'static str,
         stream: &Stream,
     ) -> Result<Plan, GemmError> {
@@ -228,7 +247,7 @@ impl GroupedGemm {
         let list = chunks(
             &used_weights(groups),
             b.n,
-            b.row_bytes(),
+            b.pitch(),
             GRANULE.min(b.n),
             CHUNK_BYTES,
             slot_bytes,
@@ -238,13 +257,14 @@ impl GroupedGemm {
             reason: format!(
                 "a slot of {slot_bytes} bytes does not hold {} rows of {} bytes; give the ring more bytes",
                 GRANULE.min(b.n),
-                b.row_bytes()
+                b.pitch()
             ),
         })?;
         let mut kernel = "";
         let mut weight_bytes = 0;
         for chunk in &list {
-            let bytes = chunk.weights.len() * chunk.rows.len() * b.row_bytes();
+            let rows = chunk.weights.len() * chunk.rows.len();
+            let bytes = rows * b.row_bytes();
             let first = chunk.weights.start * b.matrix_bytes() + chunk.rows.start * b.row_bytes();
             let ring = match &mut self.ring {
                 Some(ring) => ring,
@@ -252,7 +272,20 @@ impl GroupedGemm {
             };
             let slot = ring.begin()?;
             // SAFETY: the range was checked when `b` was made; the caller keeps it alive.
-            unsafe { ring.copy(slot, 0, &pinned.as_slice()[first..first + bytes])? };
+            unsafe {
+                match b.memory {
+                    WeightMemory::Pinned(pinned) if b.is_aligned() => {
+                        ring.copy(slot, 0, &pinned.as_slice()[first..first + bytes])?;
+                    }
+                    _ => {
+                        let source = MatrixRows {
+                            address: b.address() + first as u64,
+                            pitch: b.row_bytes(),
+                        };
+                        ring.copy_rows(slot, b.pitch(), source, b.row_bytes(), rows)?;
+                    }
+                }
+            }
             ring.finish(slot, stream)?;
             let b_map = map_rows(
                 &self.gpu,
@@ -261,6 +294,7 @@ impl GroupedGemm {
                 chunk.weights.len(),
                 chunk.rows.len(),
                 b.k,
+                b.pitch(),
             )?;
             let at = |weight| groups.partition_point(|g| (g.weight as usize) < weight);
             let some = at(chunk.weights.start)..at(chunk.weights.end);
@@ -280,14 +314,45 @@ impl GroupedGemm {
             }
             weight_bytes += bytes;
         }
+        let transfer = match b.memory {
+            WeightMemory::Pinned(_) => Transfer::Staged,
+            WeightMemory::Device(_) => Transfer::Resident,
+        };
         Ok(Plan {
             kernel,
-            transfer: Transfer::Staged,
+            transfer,
             transfer_source: source,
             chunks: list.len(),
             couriers: 0,
             weight_bytes,
         })
+    }
+
+    /// A's rows where TMA can read them: there, or in a copy made in stream order.
+    fn readable_a(
+        &mut self,
+        a: &Activations<'_>,
+        stream: &Stream,
+    ) -> Result<MatrixRows, GemmError> {
+        let (address, pitch) = a.place();
+        let source = MatrixRows { address, pitch };
+        if pitch.is_multiple_of(ROW_ALIGN) {
+            return Ok(source);
+        }
+        let row_bytes = a.k() * a.element_bytes();
+        let pitch = row_bytes.next_multiple_of(ROW_ALIGN);
+        let bytes = pitch * a.rows();
+        let buffer = match self.a_copy.take() {
+            Some(buffer) if buffer.len() >= bytes => buffer,
+            // Freeing waits for the device, so earlier calls are done with the old buffer.
+            _ => DeviceBuffer::alloc(&self.gpu, bytes.next_power_of_two())?,
+        };
+        let address = self.a_copy.insert(buffer).as_raw();
+        let target = MatrixRows { address, pitch };
+        // SAFETY: the view was checked against its buffer, which the caller keeps; stream order
+        // keeps the copy behind the kernels of earlier calls.
+        unsafe { copy_rows(&self.gpu, target, source, row_bytes, a.rows(), stream)? };
+        Ok(target)
     }
 
     /// Writes the groups to the device, in stream order, and returns their address. A list

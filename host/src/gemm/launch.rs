@@ -165,7 +165,8 @@ pub(crate) fn map_a(
     )
 }
 
-/// Map of a row-major B: [count, n, k] at `address`, boxes of 128 rows x 128 bytes.
+/// Map of a row-major B: [count, n, k] at `address`, rows `pitch` bytes apart, boxes of 64 rows x
+/// 128 bytes.
 pub(crate) fn map_rows(
     gpu: &Gpu,
     format: MatrixFormat,
@@ -173,15 +174,15 @@ pub(crate) fn map_rows(
     count: usize,
     n: usize,
     k: usize,
+    pitch: usize,
 ) -> Result<TensorMap, GemmError> {
-    let row_bytes = k * format.element_bytes();
     encode(
         gpu,
         &TensorMapDesc {
             element: element(format),
             global_address: address,
             sizes: &[k as u64, n as u64, count as u64],
-            strides_bytes: &[row_bytes as u64, (n * row_bytes) as u64],
+            strides_bytes: &[pitch as u64, (n * pitch) as u64],
             box_sizes: &[row_elements(format), B_BOX_ROWS, 1],
             swizzle128: true,
             l2_promotion: L2Promotion::Bytes256,
@@ -195,7 +196,7 @@ pub(crate) fn map_expert(
     geometry: &BankGeometry,
     address: u64,
 ) -> Result<(TensorMap, TensorMap), GemmError> {
-    let format = geometry.format.into();
+    let format = MatrixFormat::try_from(geometry.format)?;
     let map = |address: u64, units: usize, panels: usize, panel_bytes: usize| {
         encode(
             gpu,

@@ -6,6 +6,9 @@ use crate::driver::{DeviceBuffer, Gpu, PinnedBuffer};
 use bytemuck::Pod;
 use half::bf16;
 
+/// Rows that TMA loads start at multiples of this.
+pub(super) const ROW_ALIGN: usize = 16;
+
 /// A row-major matrix in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMatrix<'a, T: Pod> {
@@ -168,6 +171,14 @@ impl Activations<'_> {
         }
     }
 
+    /// Bytes of an element.
+    pub(super) fn element_bytes(&self) -> usize {
+        match self {
+            Self::Bf16(_) => 2,
+            Self::Int8 { .. } | Self::Fp8 { .. } => 1,
+        }
+    }
+
     /// The scales, if the format has any.
     pub(super) fn scales(&self) -> Option<&DeviceMatrix<'_, f32>> {
         match self {
@@ -203,17 +214,16 @@ impl<'a> Weights<'a> {
     /// `scales`, on the device, have one of [`MatrixFormat::scale_shapes`].
     ///
     /// # Errors
-    /// If the memory is too short, the scales do not fit, a dimension is 0, or rows are not
-    /// a multiple of 16 bytes (TMA's requirement).
+    /// If the memory is too short, the scales do not fit, or a dimension is 0.
     pub fn new(
         memory: WeightMemory<'a>,
-        format: impl Into<MatrixFormat>,
+        format: impl TryInto<MatrixFormat, Error: Into<GemmError>>,
         count: usize,
         n: usize,
         k: usize,
         scales: Option<DeviceMatrix<'a, f32>>,
     ) -> Result<Self, GemmError> {
-        let format = format.into();
+        let format = format.try_into().map_err(Into::into)?;
         let what = "weights";
         let have = match memory {
             WeightMemory::Pinned(buffer) => buffer.len(),
@@ -227,14 +237,6 @@ impl<'a> Weights<'a> {
             return Err(GemmError::Shape {
                 what,
                 reason: format!("{count} x [{n}, {k}] {format} do not fit {have} bytes"),
-            });
-        }
-        if row_bytes.is_none_or(|bytes| bytes % 16 != 0) {
-            return Err(GemmError::Unsupported {
-                what,
-                reason: format!(
-                    "rows of {k} {format} elements are not a multiple of 16 bytes; pad K with zeros or use an expert bank"
-                ),
             });
         }
         check_scales(format, scales.as_ref(), count, n, k)?;
@@ -269,6 +271,25 @@ impl<'a> Weights<'a> {
     /// Bytes of one row.
     pub fn row_bytes(&self) -> usize {
         self.k * self.format.element_bytes()
+    }
+
+    /// Bytes from one row to the next where kernels read them: TMA takes multiples of 16, so
+    /// other rows are copied first.
+    pub(super) fn pitch(&self) -> usize {
+        self.row_bytes().next_multiple_of(ROW_ALIGN)
+    }
+
+    /// Whether kernels can read the rows where they are.
+    pub(super) fn is_aligned(&self) -> bool {
+        self.pitch() == self.row_bytes()
+    }
+
+    /// Address of the first row for the GPU.
+    pub(super) fn address(&self) -> u64 {
+        match self.memory {
+            WeightMemory::Pinned(buffer) => buffer.device_ptr(),
+            WeightMemory::Device(buffer) => buffer.as_raw(),
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::groups::Listed;
 use super::launch::map_a;
 use super::{Activations, GemmError, MatrixFormat, Output, Weights};
-use crate::driver::{Gpu, TensorMap};
+use crate::driver::{Gpu, Rows, TensorMap};
 use asym_gemm_formats::int8::BLOCK;
 use asym_gemm_kernels_gpu::args::{ColumnTable, GemmArgs, RelayArgs, gemm_flags, weight_layout};
 use asym_gemm_kernels_gpu::gemm::Operands;
@@ -26,15 +26,17 @@ pub(super) struct Piece<'a> {
 }
 
 impl<'a> Problem<'a> {
-    /// Operands that passed [`check_shapes`], of which A has rows.
+    /// Operands that passed [`check_shapes`], of which A has rows: at `a_rows`, which TMA can
+    /// read.
     pub(super) fn new(
         gpu: &Gpu,
         a: &Activations<'_>,
+        a_rows: Rows,
         b: &'a Weights<'a>,
         d: &Output<'_>,
     ) -> Result<Self, GemmError> {
         let operands = operands(a, b)?;
-        let (a_map, a_scales, a_scale_stride) = map_activations(gpu, a, b.format)?;
+        let (a_map, a_scales, a_scale_stride) = map_activations(gpu, a, a_rows, b.format)?;
         let d_bytes = d.element_bytes();
         let vector_bytes = if d_bytes == 2 { 16 } else { 8 };
         let vector = d.address().is_multiple_of(vector_bytes as u64)
@@ -180,16 +182,10 @@ fn operands(a: &Activations<'_>, b: &Weights<'_>) -> Result<Operands, GemmError>
 fn map_activations(
     gpu: &Gpu,
     a: &Activations<'_>,
+    rows: Rows,
     format: MatrixFormat,
 ) -> Result<(TensorMap, u64, u32), GemmError> {
-    let (address, stride_bytes) = a.place();
-    if !stride_bytes.is_multiple_of(16) {
-        return Err(GemmError::Unsupported {
-            what: "A",
-            reason: format!("rows are {stride_bytes} bytes apart; TMA needs a multiple of 16"),
-        });
-    }
-    let map = map_a(gpu, format, address, a.rows(), a.k(), stride_bytes)?;
+    let map = map_a(gpu, format, rows.address, a.rows(), a.k(), rows.pitch)?;
     let Some(scales) = a.scales() else {
         return Ok((map, 0, 0));
     };

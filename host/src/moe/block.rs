@@ -16,7 +16,7 @@ use crate::checkpoint::MoeLayer as CheckpointLayer;
 use crate::driver::{DriverError, Gpu};
 #[cfg(feature = "cuda")]
 use crate::transfer::{Transfer, ring_bytes_for};
-use asym_gemm_cpu::{Engine, ExpertSource};
+use asym_gemm_cpu::{Engine, ExpertSource, StoredRow};
 use asym_gemm_formats::activation::{Activation, swish};
 use asym_gemm_formats::bank::{BankGeometry, Projection};
 use asym_gemm_formats::{WeightFormat, fma};
@@ -35,11 +35,14 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// Whether it has kernels for experts in `format`: fp8 runs on the CPU alone.
+    /// Whether it has kernels for experts in `format`: fp8 and fp4 run on the CPU alone.
     pub const fn supports(self, format: WeightFormat) -> bool {
         match self {
             Self::Cpu => true,
-            Self::Gpu | Self::Both => !matches!(format, WeightFormat::Fp8Block128),
+            Self::Gpu | Self::Both => matches!(
+                format,
+                WeightFormat::Bf16 | WeightFormat::Int8PerRow | WeightFormat::Int8Block128
+            ),
         }
     }
 
@@ -113,6 +116,17 @@ impl ExpertSource for RoutedExpert<'_> {
     fn bias(&self, projection: Projection) -> Option<&[f32]> {
         self.layer.expert_bias(self.expert, projection)
     }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.layer
+            .stored_expert_row(format, self.expert, projection, row, out)
+    }
 }
 
 /// The shared expert of a checkpoint's layer.
@@ -125,6 +139,16 @@ impl ExpertSource for SharedExpert<'_> {
 
     fn bias(&self, _: Projection) -> Option<&[f32]> {
         None
+    }
+
+    fn stored_row(
+        &self,
+        format: WeightFormat,
+        projection: Projection,
+        row: usize,
+        out: StoredRow<'_>,
+    ) -> Option<f32> {
+        self.0.stored_shared_row(format, projection, row, out)
     }
 }
 

@@ -4,7 +4,7 @@
 //! are there, `freed` holds back the next copy until the kernels are done. The host never
 //! waits.
 
-use crate::driver::{DeviceBuffer, DriverError, Event, Gpu, Stream};
+use crate::driver::{DeviceBuffer, DriverError, Event, Gpu, Rows, Stream, copy_rows};
 
 /// Slots start at multiples of this.
 const SLOT_ALIGN: usize = 256;
@@ -12,6 +12,7 @@ const SLOT_ALIGN: usize = 256;
 /// Slots in HBM and the stream that fills them.
 #[derive(Debug)]
 pub struct Ring {
+    gpu: Gpu,
     buffer: DeviceBuffer<u8>,
     slot_bytes: usize,
     copies: Stream,
@@ -46,6 +47,7 @@ impl Ring {
                 .collect::<Result<Vec<_>, _>>()
         };
         Ok(Self {
+            gpu: gpu.clone(),
             buffer: DeviceBuffer::alloc(gpu, bytes)?,
             slot_bytes,
             copies: Stream::new(gpu)?,
@@ -119,6 +121,43 @@ impl Ring {
             self.buffer
                 .copy_from_host_async(slot * self.slot_bytes + offset, source, &self.copies)
         }
+    }
+
+    /// Starts the copy of `rows` rows of `row_bytes` at `source` to the start of `slot`, where they
+    /// are `pitch` bytes apart.
+    ///
+    /// # Errors
+    /// As [`Ring::copy`].
+    ///
+    /// # Safety
+    /// As [`Ring::copy`], for all rows; they may be on the device too.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        slot: usize,
+        pitch: usize,
+        source: Rows,
+        row_bytes: usize,
+        rows: usize,
+    ) -> Result<(), DriverError> {
+        self.check("Ring::copy_rows", slot)?;
+        if rows
+            .checked_mul(pitch)
+            .is_none_or(|bytes| bytes > self.slot_bytes)
+        {
+            return Err(DriverError::InvalidArgument {
+                call: "Ring::copy_rows",
+                reason: format!(
+                    "{rows} rows {pitch} bytes apart exceed a slot of {}",
+                    self.slot_bytes
+                ),
+            });
+        }
+        let target = Rows {
+            address: self.buffer.as_raw() + (slot * self.slot_bytes) as u64,
+            pitch,
+        };
+        // SAFETY: the rows are inside the slot; the caller answers for the source and the order.
+        unsafe { copy_rows(&self.gpu, target, source, row_bytes, rows, &self.copies) }
     }
 
     /// An error that names a slot that the ring does not have.

@@ -5,6 +5,7 @@ use super::epilogue::{Fragment, Pending};
 use super::format::{Format, Scales};
 use super::pipeline::{Pipeline, Shared};
 use crate::args::GemmArgs;
+use crate::ptx::convert::opaque;
 use crate::ptx::wgmma::{self, Accumulator};
 use crate::ptx::{mbarrier, shared, sync};
 use crate::tile::{B_BOX_ROWS, SCALE_STEPS, STEP_BYTES, Tile, WARPGROUP_M};
@@ -53,15 +54,9 @@ impl Place {
         self.column + self.lane % 4 * 2
     }
 
-    /// Descriptors of A and B in stage `slot`, known to be the same in all lanes: wgmma takes
-    /// them from uniform registers.
-    ///
-    /// # Safety
-    /// The warp must be converged.
+    /// Descriptors of A and B in the stage at `stage`; the same in all lanes.
     #[inline(always)]
-    unsafe fn descriptors(&self, slot: u32) -> (u64, u64) {
-        // SAFETY: the caller keeps the warp converged.
-        let stage = unsafe { sync::broadcast_lane0(self.memory.stage(slot)) };
+    fn descriptors(&self, stage: u32) -> (u32, u32) {
         (
             wgmma::descriptor(stage + self.row * STEP_BYTES),
             wgmma::descriptor(stage + self.tile.a_bytes() + self.column * STEP_BYTES),
@@ -117,6 +112,79 @@ impl Lag {
     }
 }
 
+/// Whose products go to the tensor cores next, where consumers also scale and add in between.
+///
+/// Products of both that are under way together end together, and then both consumers leave
+/// the tensor cores idle while they add. So the products of one are queued behind the other's:
+/// it adds while the other's run.
+///
+/// Not where each element has a scale of its own: multiplying those takes a consumer as long as
+/// its product takes the tensor cores, and waiting for turns would come on top.
+struct Turn {
+    consumer: u32,
+}
+
+impl Turn {
+    const FIRST: u32 = 1;
+    const SECOND: u32 = 2;
+    const THREADS: u32 = 256;
+
+    /// Whether consumers of a format take turns.
+    #[inline(always)]
+    const fn taken<F: Format>() -> bool {
+        F::PER_STEP && !matches!(F::COLUMNS, Scales::Step)
+    }
+
+    /// # Safety
+    /// All threads of the consumer call it, converged.
+    #[inline(always)]
+    unsafe fn new<F: Format>(consumer: u32) -> Self {
+        if Self::taken::<F>() && consumer == 1 {
+            // SAFETY: the caller's promise. The first turn is the first consumer's.
+            unsafe { sync::barrier_arrive::<{ Self::FIRST }, { Self::THREADS }>() }
+        }
+        Self { consumer }
+    }
+
+    /// Waits for this consumer's turn.
+    ///
+    /// # Safety
+    /// All threads of the consumer call it, converged, once before each [`Self::pass`].
+    #[inline(always)]
+    unsafe fn wait<F: Format>(&self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if !Self::taken::<F>() {
+                return;
+            }
+            if self.consumer == 0 {
+                sync::barrier_wait::<{ Self::FIRST }, { Self::THREADS }>();
+            } else {
+                sync::barrier_wait::<{ Self::SECOND }, { Self::THREADS }>();
+            }
+        }
+    }
+
+    /// Gives the turn to the other consumer.
+    ///
+    /// # Safety
+    /// All threads of the consumer call it, converged, once after each [`Self::wait`].
+    #[inline(always)]
+    unsafe fn pass<F: Format>(&self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if !Self::taken::<F>() {
+                return;
+            }
+            if self.consumer == 0 {
+                sync::barrier_arrive::<{ Self::SECOND }, { Self::THREADS }>();
+            } else {
+                sync::barrier_arrive::<{ Self::FIRST }, { Self::THREADS }>();
+            }
+        }
+    }
+}
+
 /// Computes this warpgroup's part of every tile of the block.
 ///
 /// # Safety
@@ -133,6 +201,8 @@ pub(super) unsafe fn run<F: Format, A: Accumulator>(
     let place = Place::new(tile, memory, consumer, thread);
     let (mut stages, mut scales, mut values) = (memory.stages(), memory.scales(), memory.values());
     let mut lag = Lag::new(consumer);
+    // SAFETY: the caller's contract.
+    let turn = unsafe { Turn::new::<F>(consumer) };
     let mut pending = Pending::none();
     loop {
         // SAFETY: the caller's contract carries over; stages and values are used between
@@ -142,11 +212,11 @@ pub(super) unsafe fn run<F: Format, A: Accumulator>(
             if memory.coordinates_of(values.slot()).is_none() {
                 break;
             }
-            lag.wait();
             let mut sums = A::zeroed();
             if F::PER_STEP {
-                stepwise_sum::<F, A>(&place, args, &mut stages, &mut scales, &mut lag, &mut sums);
+                stepwise_sum::<F, A>(&place, args, &mut stages, &mut scales, &turn, &mut sums);
             } else {
+                lag.wait();
                 plain_sum::<F, A>(&place, args, &mut stages, &mut lag, &mut sums, &pending);
             }
             // Read again rather than kept in registers.
@@ -160,10 +230,11 @@ pub(super) unsafe fn run<F: Format, A: Accumulator>(
             fragment.finish::<F, A>(&place, args, memory.tile_values(values.slot()), &mut sums);
             release(&place, values.empty());
             values.advance();
-            pending = fragment.output(&place, args, &sums);
-            pending.store_first(&place, args);
             if F::PER_STEP {
-                pending.store_rest(&place, args, 0);
+                fragment.store::<A>(&place, args, &sums);
+            } else {
+                pending = fragment.output(&place, args, &sums);
+                pending.store_first(&place, args);
             }
         }
     }
@@ -193,7 +264,9 @@ unsafe fn plain_sum<F: Format, A: Accumulator>(
     // SAFETY: the caller's contract; each stage is read after its full barrier.
     unsafe {
         while step < args.k_steps {
-            let (a, b) = place.descriptors(stages.slot());
+            // From lane 0, so that descriptors are in uniform registers from here on.
+            let stage = sync::broadcast_lane0(place.memory.stage(stages.slot()));
+            let (a, b) = place.descriptors(stage);
             stages.wait_full();
             wgmma::fence();
             F::step(sums, a, b, step);
@@ -226,32 +299,43 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
     args: &GemmArgs,
     stages: &mut Pipeline,
     scales: &mut Pipeline,
-    lag: &mut Lag,
+    turn: &Turn,
     sums: &mut A,
 ) {
-    let mut step = 0;
+    // Opaque, or the compiler would write the first step out on its own.
+    let mut step = opaque(0);
     // SAFETY: the caller's contract; stages and scales are read after their full barriers.
     unsafe {
         let mut product = A::zeroed();
-        while step < args.k_steps {
-            let (a, b) = place.descriptors(stages.slot());
-            stages.wait_full();
+        let (mut a, mut b) = place.descriptors(place.memory.stage(stages.slot()));
+        stages.wait_full();
+        loop {
+            turn.wait::<F>();
             wgmma::fence();
             F::step(&mut product, a, b, 0);
             wgmma::commit();
+            turn.pass::<F>();
+            // While these run, all that the next steps need and that does not need the product.
             if F::STEP_SCALES && step % SCALE_STEPS == 0 {
                 scales.wait_full();
             }
-            let step_scales = StepScales::load::<F>(place, scales.slot(), step);
-            product.wait_all();
-            release(place, stages.empty());
-            stages.advance();
-            lag.end();
-            step_scales.add::<F, A>(&product, sums);
+            let step_scales = StepScales::<A>::load::<F>(place, scales.slot(), step);
             step += 1;
             if F::STEP_SCALES && (step % SCALE_STEPS == 0 || step == args.k_steps) {
                 release(place, scales.empty());
                 scales.advance();
+            }
+            let empty = stages.empty();
+            stages.advance();
+            (a, b) = place.descriptors(place.memory.stage(stages.slot()));
+            if step < args.k_steps {
+                stages.wait_full();
+            }
+            product.wait_all();
+            release(place, empty);
+            step_scales.add::<F>(&product, sums);
+            if step == args.k_steps {
+                break;
             }
         }
     }
@@ -260,16 +344,17 @@ unsafe fn stepwise_sum<F: Format, A: Accumulator>(
 /// Most boxes of 64 columns that a warpgroup accumulates where blocks of them share a scale.
 const BOXES: usize = 3;
 
-/// One step's scales of a thread's rows and columns.
-struct StepScales {
+/// One step's scales of a thread's elements.
+struct StepScales<A> {
     /// Of the two rows, times the box's if boxes have scales.
     rows: [[f32; 2]; BOXES],
-    /// Where the columns' scales are, if columns have scales.
-    columns: u32,
+    /// Of each element, if columns have scales.
+    elements: A,
 }
 
-impl StepScales {
-    /// Finds step `step`'s scales in buffer `slot`.
+impl<A: Accumulator> StepScales<A> {
+    /// Takes step `step`'s scales from buffer `slot`, and multiplies those of rows with those of
+    /// columns.
     ///
     /// # Safety
     /// The buffer is full.
@@ -277,55 +362,55 @@ impl StepScales {
     unsafe fn load<F: Format>(place: &Place, slot: u32, step: u32) -> Self {
         let base = place.memory.step_scales(slot, step);
         let columns = base + place.tile.m * 4;
-        let mut rows = [[1.0; 2]; BOXES];
+        let mut scales = Self {
+            rows: [[1.0; 2]; BOXES],
+            elements: A::zeroed(),
+        };
         // SAFETY: the caller's promise.
         unsafe {
             if matches!(F::ROWS, Scales::Step) {
                 let row = base + place.thread_row() * 4;
-                rows = [[shared::load_f32(row), shared::load_f32(row + 8 * 4)]; BOXES];
+                scales.rows = [[shared::load_f32(row), shared::load_f32(row + 8 * 4)]; BOXES];
             }
-            if matches!(F::COLUMNS, Scales::StepBlock) {
-                let first = columns + place.column / B_BOX_ROWS * 4;
-                for index in 0..BOXES.min((place.tile.warpgroup_n() / B_BOX_ROWS) as usize) {
-                    let scale = shared::load_f32(first + index as u32 * 4);
-                    rows[index] = [rows[index][0] * scale, rows[index][1] * scale];
+            match F::COLUMNS {
+                Scales::StepBlock => {
+                    let first = columns + place.column / B_BOX_ROWS * 4;
+                    let boxes = BOXES.min((place.tile.warpgroup_n() / B_BOX_ROWS) as usize);
+                    for (index, rows) in scales.rows[..boxes].iter_mut().enumerate() {
+                        let scale = shared::load_f32(first + index as u32 * 4);
+                        *rows = rows.map(|row| row * scale);
+                    }
                 }
+                Scales::Step => {
+                    let columns = columns + place.thread_column() * 4;
+                    for j in 0..A::REGISTERS / 4 {
+                        let pair = shared::load_f32x2(columns + j as u32 * 32);
+                        for i in 0..4 {
+                            let scale = scales.rows[0][i / 2] * pair[i % 2];
+                            scales.elements.set(4 * j + i, scale);
+                        }
+                    }
+                    scales.elements.settle();
+                }
+                _ => {}
             }
         }
-        Self {
-            rows,
-            columns: columns + place.thread_column() * 4,
-        }
+        scales
     }
 
     /// Adds the scaled product to the sums.
-    ///
-    /// # Safety
-    /// The buffer is still full, and the warp converged.
     #[inline(always)]
-    unsafe fn add<F: Format, A: Accumulator>(&self, product: &A, sums: &mut A) {
+    fn add<F: Format>(&self, product: &A, sums: &mut A) {
         for j in 0..A::REGISTERS / 4 {
-            let mut columns = [1.0; 2];
-            if matches!(F::COLUMNS, Scales::Step) {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    if j % 8 == 0 {
-                        // Loads stay behind it: too many ahead of their use would spill.
-                        sync::warp();
-                    }
-                    columns = shared::load_f32x2(self.columns + j as u32 * 32);
-                }
-            }
             for i in 0..4 {
-                let value = F::value(product.get(4 * j + i));
-                let sum = sums.get(4 * j + i);
-                let row = self.rows[j / 8][i / 2];
+                let at = 4 * j + i;
+                let (value, sum) = (F::value(product.get(at)), sums.get(at));
                 let next = match F::COLUMNS {
-                    Scales::Step => fma(value, row * columns[i % 2], sum),
-                    _ if F::STEP_SCALES => fma(value, row, sum),
+                    Scales::Step => fma(value, self.elements.get(at), sum),
+                    _ if F::STEP_SCALES => fma(value, self.rows[j / 8][i / 2], sum),
                     _ => sum + value,
                 };
-                sums.set(4 * j + i, next);
+                sums.set(at, next);
             }
         }
     }

@@ -9,7 +9,7 @@ use crate::args::{GemmArgs, gemm_flags};
 use crate::ptx::wgmma::Accumulator;
 use crate::ptx::{convert, global, shared, sync};
 use crate::schedule::TileCoord;
-use crate::tile::{STAGING_COLUMNS, WARP_ROWS, swizzled_chunk};
+use crate::tile::{STAGING_COLUMNS, STEP_BYTES, WARP_ROWS, swizzled_chunk};
 
 /// Where one warp's accumulators lie in D.
 ///
@@ -57,6 +57,10 @@ impl Fragment {
             }
             if matches!(F::COLUMNS, Scales::End) {
                 for j in 0..A::REGISTERS / 4 {
+                    if j % 8 == 0 {
+                        // Loads stay behind it: too many ahead of their use would spill.
+                        sync::warp();
+                    }
                     let columns = shared::load_f32x2(column + j as u32 * 32);
                     for i in 0..4 {
                         let value = match F::PER_STEP {
@@ -102,6 +106,69 @@ impl Fragment {
         Pending {
             fragment,
             packed: sums.pack(),
+        }
+    }
+
+    /// Stores the sums.
+    ///
+    /// # Safety
+    /// Whole warps call it, converged, with D as `args` promises. The tile's staging area holds
+    /// all of the warp's rows.
+    #[inline(always)]
+    pub(super) unsafe fn store<A: Accumulator>(&self, place: &Place, args: &GemmArgs, sums: &A) {
+        const ROWS: u32 = gemm_flags::D_BF16 | gemm_flags::D_VECTOR;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if args.flags & ROWS == ROWS {
+                self.store_rows(place, args, sums);
+            } else {
+                let pending = self.output(place, args, sums);
+                pending.store_first(place, args);
+                pending.store_rest(place, args, 0);
+            }
+        }
+    }
+
+    /// All of the warp's rows through shared memory at once: eight lanes take 128 bytes of a
+    /// row, four rows an instruction, with nothing to wait for between them.
+    ///
+    /// # Safety
+    /// As [`Self::store`], for bf16 with D_VECTOR.
+    #[inline(always)]
+    unsafe fn store_rows<A: Accumulator>(&self, place: &Place, args: &GemmArgs, sums: &A) {
+        let pitch = place.tile.staging_pitch();
+        let staging = place.memory.staging(place.warp);
+        let packed = sums.pack();
+        let (row, chunk) = (place.lane / 8, place.lane % 8);
+        let column = self.column + chunk * 8;
+        let d = args.d + ((self.row + row) as u64 * args.d_stride + column as u64) * 2;
+        // SAFETY: staging belongs to this warp; rows and columns that exist are inside D, and
+        // with D_VECTOR chunks are aligned and exist as a whole.
+        unsafe {
+            // The last tile's rows have been read.
+            sync::warp();
+            let first = staging + place.lane % 16 * pitch + place.lane / 16 * 16;
+            for pair in 0..A::REGISTERS / 8 {
+                let word = |i: usize| A::packed(&packed, 4 * pair + i);
+                shared::store_matrix_x4(
+                    first + pair as u32 * 32,
+                    [word(0), word(1), word(2), word(3)],
+                );
+            }
+            sync::warp();
+            let source = staging + row * pitch + chunk * 16;
+            for round in 0..WARP_ROWS / 4 {
+                let exists = self.row + row + 4 * round < self.row_end;
+                let d = d + u64::from(4 * round) * args.d_stride * 2;
+                for part in 0..A::COLUMNS / STAGING_COLUMNS {
+                    let value = shared::load_v4(source + 4 * round * pitch + part * STEP_BYTES);
+                    global::store_v4_if(
+                        exists && column + part * STAGING_COLUMNS < args.n,
+                        d + u64::from(part * STEP_BYTES),
+                        value,
+                    );
+                }
+            }
         }
     }
 

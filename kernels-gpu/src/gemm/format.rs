@@ -45,8 +45,8 @@ pub(super) trait Format {
     /// # Safety
     /// As [`Accumulator::multiply`].
     #[inline(always)]
-    unsafe fn step<A: Accumulator>(d: &mut A, a: u64, b: u64, accumulate: u32) {
-        const S: u64 = wgmma::K_STEP;
+    unsafe fn step<A: Accumulator>(d: &mut A, a: u32, b: u32, accumulate: u32) {
+        const S: u32 = wgmma::K_STEP;
         // SAFETY: the caller keeps wgmma's contract; the four steps stay inside the stage.
         unsafe {
             d.multiply(Self::ELEMENT, a, b, accumulate);

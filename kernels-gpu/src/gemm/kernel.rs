@@ -76,7 +76,9 @@ pub(super) unsafe fn grouped_gemm<F: Format, A: Accumulator>(
     unsafe {
         if thread == 0 {
             shared.stages().initialise(1, CONSUMERS * 4);
-            shared.scales().initialise(values::THREADS, CONSUMERS * 4);
+            shared
+                .scales()
+                .initialise(values::SCALE_ARRIVALS, CONSUMERS * 4);
             shared
                 .values()
                 .initialise(values::TILE_ARRIVALS, CONSUMERS * 4);

@@ -197,7 +197,7 @@ impl Shared {
     /// Staging area of consumer warp `warp` (0..8).
     #[inline(always)]
     pub(super) const fn staging(&self, warp: u32) -> u32 {
-        self.base + self.tile.staging_offset() + warp * tile::STAGING_BYTES
+        self.base + self.tile.staging_offset() + warp * self.tile.staging_bytes
     }
 
     /// Notes that a courier's buffer `index` holds unit `number`, where others keep tile values.

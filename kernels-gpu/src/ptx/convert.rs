@@ -24,3 +24,14 @@ pub(crate) fn opaque(value: u32) -> u32 {
     }
     copy
 }
+
+/// As [`opaque`], of 64 bits.
+#[inline(always)]
+pub(crate) fn opaque_u64(value: u64) -> u64 {
+    let copy: u64;
+    // SAFETY: a move between registers.
+    unsafe {
+        asm!("mov.b64 {0}, {1};", out(reg64) copy, in(reg64) value, options(nomem, nostack));
+    }
+    copy
+}

@@ -6,8 +6,10 @@
 //! barriers. Addresses are `u32` in shared memory and `u64` in global memory.
 
 pub(crate) mod convert;
+pub(crate) mod element;
 pub(crate) mod global;
 pub(crate) mod mbarrier;
+pub(crate) mod mma;
 pub(crate) mod shared;
 pub(crate) mod sync;
 pub(crate) mod tma;

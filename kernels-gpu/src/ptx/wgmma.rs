@@ -10,15 +10,19 @@
 use super::convert;
 use core::arch::asm;
 
-/// Descriptor of a K-major tile at `address` (1024-byte aligned): 128-byte swizzle (bit 62),
-/// 1024 bytes between groups of eight rows; the leading offset is unused and set to 1.
+/// Upper half of every descriptor: 128-byte swizzle (bit 62), 1024 bytes between groups of
+/// eight rows.
+const DESCRIPTOR_HIGH: u64 = 1 << 62 | 64 << 32;
+
+/// Lower half of the descriptor of a K-major tile at `address` (1024-byte aligned); the leading
+/// offset is unused and set to 1.
 #[inline(always)]
-pub(crate) fn descriptor(address: u32) -> u64 {
-    (1 << 62) | (64 << 32) | (1 << 16) | (address >> 4) as u64
+pub(crate) fn descriptor(address: u32) -> u32 {
+    1 << 16 | address >> 4
 }
 
 /// Added to a descriptor to step 32 bytes along K: one wgmma's depth.
-pub(crate) const K_STEP: u64 = 2;
+pub(crate) const K_STEP: u32 = 2;
 
 /// Orders register accesses before the next wgmma.
 ///
@@ -90,12 +94,15 @@ pub(crate) trait Accumulator: Sized {
         unsafe { core::mem::zeroed() }
     }
 
+    /// Has all values computed here, not where they are used.
+    fn settle(&mut self);
+
     /// `self = a * b`, or `self += a * b` if `accumulate` is not 0: one wgmma, 32 bytes deep.
     ///
     /// # Safety
     /// The warpgroup must be converged, the descriptors must name tiles that stay valid
     /// until the wait that covers this group, and `self` must not be touched before it.
-    unsafe fn multiply(&mut self, element: Element, a: u64, b: u64, accumulate: u32);
+    unsafe fn multiply(&mut self, element: Element, a: u32, b: u32, accumulate: u32);
 
     /// Waits until no group is in flight. Takes the accumulators, so that no use of them can
     /// move above the wait.
@@ -133,7 +140,8 @@ macro_rules! accumulator {
             }
 
             #[inline(always)]
-            unsafe fn multiply(&mut self, element: Element, a: u64, b: u64, accumulate: u32) {
+            unsafe fn multiply(&mut self, element: Element, a: u32, b: u32, accumulate: u32) {
+                let [a, b] = [a, b].map(|low| DESCRIPTOR_HIGH | u64::from(low));
                 /// One instruction with its operands.
                 macro_rules! instruction {
                     ($name:literal, $tail:literal) => {
@@ -154,6 +162,14 @@ macro_rules! accumulator {
                         Element::S8 => instruction!("k32.s32.s8.s8", ""),
                         Element::E4m3 => instruction!("k32.f32.e4m3.e4m3", ", 1, 1"),
                     }
+                }
+            }
+
+            #[inline(always)]
+            fn settle(&mut self) {
+                // SAFETY: no instruction; the comment names the operands.
+                unsafe {
+                    asm!("/*", $($list,)* "*/", $(inout(reg32) self[$i],)* options(nostack))
                 }
             }
 

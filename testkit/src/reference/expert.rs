@@ -1,7 +1,7 @@
 //! One expert: y = act(x·gateᵀ, x·upᵀ)·downᵀ, without roundings and with those of bf16 and fp8.
 
 use asym_gemm_formats::activation::Activation;
-use asym_gemm_formats::{bf16, e4m3, fp8};
+use asym_gemm_formats::{WeightFormat, bf16, e2m1, e4m3, fp8, mxfp4, nvfp4};
 
 use super::gemm::{Operand, dot};
 use super::{Expected, f32_coefficient, round_to_bf16};
@@ -147,6 +147,22 @@ impl ExpertWeights {
         weights.down(&hidden)
     }
 
+    /// The expert with the roundings of the fp4 paths: the weights to `format`, the rest as in
+    /// [`ExpertWeights::fp8`].
+    ///
+    /// # Panics
+    /// If lengths do not fit or `format` is neither NVFP4 nor MXFP4.
+    pub fn fp4(&self, format: WeightFormat, x: &[f32], act: Activation) -> Expected {
+        let weights = Self {
+            gate: through_fp4(format, &self.gate, self.hidden),
+            up: through_fp4(format, &self.up, self.hidden),
+            down: through_fp4(format, &self.down, self.intermediate),
+            ..self.clone()
+        };
+        let hidden = weights.rounded_hidden(x, act);
+        weights.down(&hidden)
+    }
+
     /// The first half of [`ExpertWeights::bf16`]: h [T, I], rounded to bfloat16.
     ///
     /// # Panics
@@ -216,6 +232,28 @@ impl ExpertWeights {
             }
         }
     }
+}
+
+/// A matrix of rows of `k` quantised to fp4 and back.
+fn through_fp4(format: WeightFormat, weights: &[f32], k: usize) -> Vec<f32> {
+    let group = format.scale_group().expect("an fp4 format");
+    let amax = weights.iter().fold(0f32, |m, w| m.max(w.abs()));
+    let global = nvfp4::global_scale(amax);
+    let (mut codes, mut packed) = (vec![0; k], vec![0; k.div_ceil(2)]);
+    let mut scales = vec![0; k.div_ceil(group)];
+    let mut values = vec![0.0; weights.len()];
+    for (row, out) in weights.chunks(k).zip(values.chunks_mut(k)) {
+        match format {
+            WeightFormat::Nvfp4 => nvfp4::quantise_row(row, global, &mut codes, &mut scales),
+            _ => mxfp4::quantise_row(row, &mut codes, &mut scales),
+        }
+        e2m1::pack(&codes, &mut packed);
+        match format {
+            WeightFormat::Nvfp4 => nvfp4::dequantise_row(&packed, &scales, global, out),
+            _ => mxfp4::dequantise_row(&packed, &scales, out),
+        }
+    }
+    values
 }
 
 /// A matrix of rows of `k` quantised to fp8 and back.

@@ -65,6 +65,15 @@ impl MoeBlock<'_> {
         self.in_f64(x, routing, |weights, x| weights.fp8(x, act))
     }
 
+    /// The block with the roundings of the fp4 paths; see [`ExpertWeights::fp4`].
+    ///
+    /// # Panics
+    /// If shapes disagree, an id names no expert or `format` is neither NVFP4 nor MXFP4.
+    pub fn fp4(&self, format: WeightFormat, x: &[f32], routing: &RoutingCase) -> Expected {
+        let act = self.activation;
+        self.in_f64(x, routing, |weights, x| weights.fp4(format, x, act))
+    }
+
     /// The block with all experts, the shared one among them, in an INT8 format, [T, H]
     /// in f32 before it is rounded to the output type. Every bit is defined: `out = 0`,
     /// then `out = fma(w, y, out)` over the slots in order, then the shared expert.

@@ -4,7 +4,6 @@ use std::fmt;
 
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::bank::{BankGeometry, PANEL_ROWS, UNIT_ROW_BYTES};
-use half::bf16;
 
 /// Grouped GEMM: for each of `experts`, some rows of A times its B [N, K].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,10 +131,7 @@ impl Block {
         match self.shape {
             // A and its packed copy, D in bf16.
             Shape::Gemm(GemmShape { experts, n, k }) => {
-                let element_bytes = match self.format {
-                    WeightFormat::Fp8Block128 => size_of::<bf16>(),
-                    format => format.element_bytes(),
-                };
+                let element_bytes = self.format.activation_bytes();
                 experts * size * (2 * k * element_bytes + 2 * n)
             }
             // x and out in bf16; h and y of each routed row.

@@ -78,11 +78,14 @@ impl Ceilings {
     }
 }
 
-/// What the kernels of a format multiply: fp8 weights are widened to bf16.
+/// What the kernels of a format multiply: fp8 and fp4 weights are widened to bf16.
 fn precision_of(format: WeightFormat) -> Precision {
     match format {
         WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => Precision::Int8,
-        WeightFormat::Bf16 | WeightFormat::Fp8Block128 => Precision::Bf16,
+        WeightFormat::Bf16
+        | WeightFormat::Fp8Block128
+        | WeightFormat::Nvfp4
+        | WeightFormat::Mxfp4 => Precision::Bf16,
     }
 }
 

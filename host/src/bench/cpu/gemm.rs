@@ -27,13 +27,14 @@ enum Operands {
 }
 
 impl Operands {
-    fn of(format: WeightFormat) -> Self {
-        match format {
+    fn of(format: WeightFormat) -> Result<Self, BenchError> {
+        Ok(match format {
             WeightFormat::Bf16 => Self::Bf16,
             WeightFormat::Int8PerRow => Self::Int8(Int8Scaling::PerRow),
             WeightFormat::Int8Block128 => Self::Int8(Int8Scaling::Block128),
             WeightFormat::Fp8Block128 => Self::Fp8,
-        }
+            WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => return Err(BenchError::NoGemm(format)),
+        })
     }
 
     /// Bytes of an element of A.
@@ -110,7 +111,7 @@ impl<'a> GemmData<'a> {
         weights: &'a mut [u8],
     ) -> Result<Self, BenchError> {
         let GemmShape { experts, n, k } = shape;
-        let operands = Operands::of(format);
+        let operands = Operands::of(format)?;
         let [a_pattern, b_pattern] = operands.patterns();
         let copy_bytes = operands.packed_bytes([experts, n, k])?;
         let copies = weights.len() / copy_bytes;

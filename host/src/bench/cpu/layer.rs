@@ -4,18 +4,18 @@ use std::sync::OnceLock;
 
 use asym_gemm_cpu::pool::{Workers, for_chunks};
 use asym_gemm_cpu::{
-    BankRef, CpuError, Engine, ExpertGroup, ExpertSource, Slots, UnpackedExpert, pack_expert,
-    unpack,
+    BankRef, CpuError, Engine, ExpertGroup, Slots, UnpackedExpert, pack_expert, unpack,
 };
 use asym_gemm_formats::WeightFormat;
 use asym_gemm_formats::activation::Activation;
-use asym_gemm_formats::bank::{BankGeometry, Projection};
+use asym_gemm_formats::bank::BankGeometry;
 use half::bf16;
 
 use super::case::LayerShape;
 use super::data::{Pattern, fill};
 use super::{BenchError, Workload};
 use crate::bench::random::Random;
+use crate::bench::reference::{self, RandomExpert};
 
 /// Experts that differ: all others of a bank repeat their bytes at places of their own.
 const DISTINCT: usize = 3;
@@ -89,45 +89,16 @@ impl<'a> LayerData<'a> {
 
     /// A token's output in f64 from dequantised weights.
     fn expected(&self, token: usize, routing: &Routing) -> Vec<f64> {
-        let LayerShape {
-            hidden,
-            intermediate,
-            top_k,
-            ..
-        } = self.shape;
-        let x: Vec<f64> = self.x[token * hidden..][..hidden]
-            .iter()
-            .map(|x| x.to_f64())
-            .collect();
-        let mut out = vec![0.0; hidden];
-        let dot = |a: &[f32], b: &[f64]| -> f64 {
-            a.iter().zip(b).map(|(&a, &b)| f64::from(a) * b).sum()
-        };
-        for slot in token * top_k..(token + 1) * top_k {
-            let expert = &self.distinct[routing.experts[slot] % DISTINCT];
-            let product = |projection, rows: usize, x: &[f64]| -> Vec<f64> {
-                let mut row_values = vec![0.0; x.len()];
-                (0..rows)
-                    .map(|row| {
-                        expert.row(projection, row, &mut row_values);
-                        dot(&row_values, x)
-                    })
-                    .collect()
-            };
-            let gate = product(Projection::Gate, intermediate, &x);
-            let up = product(Projection::Up, intermediate, &x);
-            let h: Vec<f64> = gate
-                .iter()
-                .zip(&up)
-                .map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up)
-                .collect();
-            let y = product(Projection::Down, hidden, &h);
-            let weight = f64::from(routing.weights[slot]);
-            out.iter_mut()
-                .zip(y)
-                .for_each(|(out, y)| *out += weight * y);
-        }
-        out
+        let LayerShape { hidden, top_k, .. } = self.shape;
+        let slots = token * top_k..(token + 1) * top_k;
+        reference::expected(
+            &self.x[token * hidden..][..hidden],
+            self.shape.intermediate,
+            slots.map(|slot| {
+                let expert = &self.distinct[routing.experts[slot] % DISTINCT];
+                (expert, routing.weights[slot])
+            }),
+        )
     }
 }
 
@@ -159,55 +130,19 @@ impl Workload for LayerData<'_> {
 
     fn verify(&self, size: usize, call: usize) -> Result<(), String> {
         let hidden = self.shape.hidden;
-        let bound = match self.geometry.format {
-            // Rounding of h, then of the output.
-            WeightFormat::Bf16 | WeightFormat::Fp8Block128 => 1e-2,
-            // Quantisation of x and of h.
-            WeightFormat::Int8PerRow | WeightFormat::Int8Block128 => 4e-2,
-        };
         let out = &self.out[..size * hidden];
-        if let Some(at) = out.iter().position(|value| !value.is_finite()) {
-            return Err(format!(
-                "token {}, column {} is {}",
-                at / hidden,
-                at % hidden,
-                out[at]
-            ));
-        }
+        reference::all_finite(out, hidden)?;
         for token in [0, size - 1] {
             let expected = self.expected(token, self.routing(call));
             let found = &out[token * hidden..][..hidden];
-            let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
-            let error = square(&mut found.iter().zip(&expected).map(|(f, e)| f.to_f64() - e));
-            let relative = (error / square(&mut expected.iter().copied())).sqrt();
-            if relative.is_nan() || relative > bound {
-                return Err(format!(
-                    "token {token} is {relative:.2e} off, allowed {bound:.0e}"
-                ));
-            }
+            reference::compare(found, &expected, self.geometry.format)
+                .map_err(|what| format!("token {token} is {what}"))?;
         }
         Ok(())
     }
 
     fn weight_bytes(&self, _: usize, call: usize) -> usize {
         self.routing(call).lists.len() * self.geometry.expert_bytes()
-    }
-}
-
-/// Weights of the usual magnitude: about 1 / sqrt(K).
-struct RandomExpert(u64);
-
-impl ExpertSource for RandomExpert {
-    fn row(&self, projection: Projection, row: usize, out: &mut [f32]) {
-        let seed = (self.0 * 3 + projection as u64) << 32 | row as u64;
-        let mut random = Random::new(seed);
-        let magnitude = (out.len() as f32).sqrt().recip();
-        out.iter_mut()
-            .for_each(|value| *value = magnitude * random.unit());
-    }
-
-    fn bias(&self, _: Projection) -> Option<&[f32]> {
-        None
     }
 }
 

@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use asym_gemm_cpu::probe::median;
 use asym_gemm_cpu::{CpuError, Engine, HugeBuffer};
+use asym_gemm_formats::WeightFormat;
 
 use super::Machine;
 use crate::system::{Memory, MemoryShort};
@@ -38,6 +39,9 @@ pub enum BenchError {
     /// There is not even memory for the smallest block of the plan.
     #[error(transparent)]
     Memory(#[from] MemoryShort),
+    /// A GEMM in a format that only expert banks have.
+    #[error("{0} is a format of expert banks: measure a layer in it, not a GEMM")]
+    NoGemm(WeightFormat),
 }
 
 /// What [`run`] is doing, for a progress bar.

@@ -101,6 +101,7 @@ impl Plan {
                 gemm(GEMM, WeightFormat::Bf16, &rows),
                 layer(NARROW_LAYER, WeightFormat::Int8PerRow, &tokens),
                 layer(NARROW_LAYER, WeightFormat::Fp8Block128, &tokens),
+                layer(NARROW_LAYER, WeightFormat::Nvfp4, &tokens),
                 layer(NARROW_LAYER, WeightFormat::Bf16, &tokens),
             ],
             case_time: Duration::from_millis(400),

@@ -1,6 +1,7 @@
 //! Residency against the best choice in hindsight.
 
-use super::super::simulation::{Layer, Random, popularity, route};
+use super::super::simulation::Layer;
+use super::super::traffic::{Random, popularity, route};
 use super::*;
 use proptest::prelude::*;
 

@@ -170,8 +170,11 @@ impl PieceWeights<'_> {
             b_maps: self.down_maps,
             d_stride: g.hidden as u64,
             b_scales: match g.format {
-                // Of fp8 there is no product: `operands` refuses it.
-                WeightFormat::Bf16 | WeightFormat::Fp8Block128 => ColumnTable::NONE,
+                // Of fp8 and fp4 there is no product: `operands` refuses them.
+                WeightFormat::Bf16
+                | WeightFormat::Fp8Block128
+                | WeightFormat::Nvfp4
+                | WeightFormat::Mxfp4 => ColumnTable::NONE,
                 WeightFormat::Int8PerRow => table(in_tail(g.down_row_scales_offset()), 0),
                 WeightFormat::Int8Block128 => table(blocks, g.slice_bytes()),
             },
@@ -231,7 +234,9 @@ pub(super) fn row_kernels(format: WeightFormat) -> Result<(&'static str, &'stati
         WeightFormat::Bf16 => Ok(("pack_rows_bf16", "activate_bf16")),
         WeightFormat::Int8PerRow => Ok(("pack_rows_s8_per_row", "activate_s8")),
         WeightFormat::Int8Block128 => Ok(("pack_rows_s8_blocks", "activate_s8")),
-        WeightFormat::Fp8Block128 => Err(no_kernels(format)),
+        WeightFormat::Fp8Block128 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => {
+            Err(no_kernels(format))
+        }
     }
 }
 
@@ -241,7 +246,9 @@ pub(super) fn operands(format: WeightFormat) -> Result<[Operands; 2], MoeError> 
         WeightFormat::Bf16 => Ok([Operands::Bf16; 2]),
         WeightFormat::Int8PerRow => Ok([Operands::Int8PerRow, Operands::Int8Slices]),
         WeightFormat::Int8Block128 => Ok([Operands::Int8Blocks; 2]),
-        WeightFormat::Fp8Block128 => Err(no_kernels(format)),
+        WeightFormat::Fp8Block128 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => {
+            Err(no_kernels(format))
+        }
     }
 }
 

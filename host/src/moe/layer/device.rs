@@ -16,7 +16,7 @@ use super::plan::{DevicePart, Piece, Place, RingShape};
 use crate::driver::{
     DeviceBuffer, DriverError, Event, Gpu, Kernel, PinnedBuffer, Stream, TensorMap,
 };
-use crate::gemm::{Launch, Launcher, map_a, tiles};
+use crate::gemm::{Launch, Launcher, MatrixFormat, map_a, tiles};
 use crate::transfer::{RING_SLOTS, Ring};
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, SLICE};
@@ -391,7 +391,7 @@ impl Device {
     ) -> Result<Activations, MoeError> {
         let geometry = call.bank.geometry();
         let (rows, gpu, s) = (call.part.source.len(), &self.gpu, &mut self.scratch);
-        let es = geometry.format.element_bytes();
+        let es = geometry.format.activation_bytes();
         let h_pad = geometry.hidden_padded();
         let a = grown(&mut s.a, gpu, rows * h_pad * es)?.as_raw();
         let a_scales = grown(&mut s.a_scales, gpu, rows * geometry.hidden_blocks().max(1))?;
@@ -408,7 +408,14 @@ impl Device {
             reserved: 0,
         };
         let activations = Activations {
-            a_map: map_a(gpu, geometry.format.into(), a, rows, h_pad, h_pad * es)?,
+            a_map: map_a(
+                gpu,
+                MatrixFormat::try_from(geometry.format)?,
+                a,
+                rows,
+                h_pad,
+                h_pad * es,
+            )?,
             a_scales: a_scales.as_raw(),
             gate_up: grown(&mut s.gate_up, gpu, product)?.as_raw(),
             h: grown(&mut s.h, gpu, rows * geometry.intermediate_padded() * es)?.as_raw(),
@@ -471,7 +478,7 @@ impl Device {
             .layer
             .cells(piece.place)?
             .of_piece(&geometry, piece, run);
-        let es = geometry.format.element_bytes();
+        let es = geometry.format.activation_bytes();
         let (slices, first) = (piece.slices.len(), piece.rows.start);
         let columns = slices * SLICE_COLUMNS;
         let product = Product {
@@ -504,7 +511,7 @@ impl Device {
             alpha,
             reserved: 0,
         };
-        let format = geometry.format.into();
+        let format = MatrixFormat::try_from(geometry.format)?;
         let h_map = map_a(
             &self.gpu,
             format,

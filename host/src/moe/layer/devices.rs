@@ -94,9 +94,12 @@ impl Devices {
     /// Waits for everything, copies ahead included.
     pub(super) fn drain(&mut self) -> Result<(), DriverError> {
         self.in_flight = false;
-        self.list
-            .iter()
-            .fold(Ok(()), |result, device| result.and(device.drain()))
+        let mut drained = Ok(());
+        // Each of them, also after one has failed.
+        for device in &self.list {
+            drained = drained.and(device.drain());
+        }
+        drained
     }
 
     /// Longest time of a device in the last forward, which is done.
@@ -128,10 +131,9 @@ impl Devices {
             device.poison_scratch()?;
         }
         if let Some(exchange) = &mut self.exchange {
-            for buffer in [&mut exchange.x, &mut exchange.partials, &mut exchange.out] {
-                if let Some(buffer) = buffer {
-                    buffer.as_mut_slice().fill(0xff);
-                }
+            let buffers = [&mut exchange.x, &mut exchange.partials, &mut exchange.out];
+            for buffer in buffers.into_iter().flatten() {
+                buffer.as_mut_slice().fill(0xff);
             }
         }
         Ok(())

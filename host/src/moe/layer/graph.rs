@@ -15,7 +15,7 @@ use super::device::{LayerDevice, launch_rows};
 use super::io::{Element, Input, Output};
 use super::plan::{Piece, Place};
 use crate::driver::{DeviceBuffer, DriverError, Gpu, Graph, Kernel, Stream, TensorMap};
-use crate::gemm::{Launch, Launcher, map_a};
+use crate::gemm::{Launch, Launcher, MatrixFormat, map_a};
 use asym_gemm_formats::activation::Activation;
 use asym_gemm_formats::bank::{BankGeometry, SLICE};
 use asym_gemm_kernels_gpu::args::{
@@ -67,7 +67,7 @@ struct Scratch {
 
 impl Scratch {
     fn new(gpu: &Gpu, geometry: &BankGeometry, rows: usize) -> Result<Self, DriverError> {
-        let (es, slices) = (geometry.format.element_bytes(), geometry.slices());
+        let (es, slices) = (geometry.format.activation_bytes(), geometry.slices());
         Ok(Self {
             source: DeviceBuffer::alloc(gpu, rows)?,
             index: DeviceBuffer::alloc(gpu, rows)?,
@@ -258,7 +258,7 @@ impl Recorder<'_> {
     unsafe fn enqueue(&mut self, stream: &Stream) -> Result<(), MoeError> {
         let (g, s) = (self.geometry, self.scratch);
         let slots = self.tokens * self.top_k;
-        let es = g.format.element_bytes();
+        let es = g.format.activation_bytes();
         let mut group = GroupRowsArgs {
             ids: self.ids,
             source: s.source.as_raw(),
@@ -324,7 +324,7 @@ impl Recorder<'_> {
             partial_count: 0,
             out_bf16: (self.out.1 == Element::Bf16).into(),
         };
-        let (format, a_row) = (g.format.into(), g.hidden_padded());
+        let (format, a_row) = (MatrixFormat::try_from(g.format)?, g.hidden_padded());
         let a_map = map_a(self.gpu, format, s.a.as_raw(), slots, a_row, a_row * es)?;
         let h_row = g.slices() * SLICE;
         let h_map = map_a(self.gpu, format, s.h.as_raw(), slots, h_row, h_row * es)?;

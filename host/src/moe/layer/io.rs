@@ -214,9 +214,9 @@ macro_rules! device_rows {
 
         impl<'a> From<&'a mut DeviceBuffer<$element>> for Output<'a> {
             fn from(out: &'a mut DeviceBuffer<$element>) -> Self {
+                let (raw, len) = (out.as_raw(), out.len());
                 // SAFETY: as above, and borrowed by nobody else.
-                let rows =
-                    unsafe { DeviceRows::from_raw(out.as_raw(), out.len(), Element::$variant) };
+                let rows = unsafe { DeviceRows::from_raw(raw, len, Element::$variant) };
                 Self::Device(DeviceRows {
                     context: Some(out.as_raw_context()),
                     ..rows

@@ -13,7 +13,7 @@ use asym_gemm::moe::routing::Routing;
 use asym_gemm::moe::{ExpertBank, MoeError, MoeLayer};
 use asym_gemm_testkit::compare::{Bound, Output, check_close};
 use asym_gemm_testkit::generate::{Pattern, RoutingCase, RoutingKind, matrix, rounded_to_bf16};
-use asym_gemm_testkit::reference::{self, ExpertWeights};
+use asym_gemm_testkit::reference::{self, Expected, ExpertWeights};
 use asym_gemm_testkit::skip;
 use asym_gemm_tests::{FORMATS, GPU_FORMATS, Source, bank, geometry, gpu, is_exact};
 use half::bf16;
@@ -109,6 +109,10 @@ impl Model {
             sums: self.parts(bank, case, x, None, 0..SLICES as usize),
             magnitude,
             terms: SLICES as usize + case.top_k,
+            bf16: match bank.geometry().format {
+                WeightFormat::Bf16 => Some(self.reference().bf16(x, case)),
+                _ => None,
+            },
         }
     }
 
@@ -167,9 +171,11 @@ impl Model {
     }
 }
 
-/// The sums of an undivided layer, and by how much the order of f32 additions can move them.
+/// The sums of an undivided layer, and by how much the order of f32 additions can move them; in
+/// bf16, where products of two sides differ by their own order, the reference with its bound.
 struct Whole {
     sums: Vec<f32>,
+    bf16: Option<Expected>,
     /// Sum over all slots and slices of |w y|.
     magnitude: Vec<f64>,
     terms: usize,
@@ -177,6 +183,11 @@ struct Whole {
 
 impl Whole {
     fn check(&self, name: &str, devices: usize, got: &[f32]) {
+        if let Some(want) = &self.bf16 {
+            check_close(name, got, want, Bound::f32_accumulated(Output::F32))
+                .unwrap_or_else(|mismatch| panic!("{mismatch}"));
+            return;
+        }
         let terms = (self.terms + devices) as f64;
         for (i, (&got, &want)) in got.iter().zip(&self.sums).enumerate() {
             let bound = terms * f64::from(f32::EPSILON) * self.magnitude[i];
@@ -383,16 +394,7 @@ fn every_division() {
             for (name, case) in cases() {
                 let x = input(case.tokens);
                 let whole = model.expected(&bank, &case, &x);
-                if format == WeightFormat::Bf16 {
-                    let want = model.reference().bf16(&x, &case);
-                    check_close(
-                        &name,
-                        &whole.sums,
-                        &want,
-                        Bound::f32_accumulated(Output::F32),
-                    )
-                    .unwrap_or_else(|mismatch| panic!("{mismatch}"));
-                } else {
+                if format != WeightFormat::Bf16 {
                     let want = model.reference().int8(format, &x, &case);
                     assert_eq!(bits(&whole.sums), bits(&want), "{name} {format}");
                 }
@@ -478,7 +480,8 @@ fn repeats_are_identical() {
     }
 }
 
-/// Residents, experts copied ahead and layers that share a ring change no byte.
+/// Residents, experts copied ahead and layers that share a ring change nothing but the order of
+/// sums.
 #[test]
 fn residency_and_prefetch() {
     let gpu = match gpu() {
@@ -505,7 +508,7 @@ fn residency_and_prefetch() {
         assert_eq!(first.device_bytes(), [(6 * cell, 2 * cell); 2]);
         for (name, case) in cases() {
             let x = input(case.tokens);
-            let want = bits(&forward(&first, &x, &case));
+            let want = model.expected(&bank, &case, &x);
             let want_second = bits(&forward(&second, &x, &case));
             for experts in [&[11u32, 4, 7][..], &[2, 3, 4, 5, 6], &[], &[0, 1, 2, 3]] {
                 first.make_resident(experts).unwrap();
@@ -515,13 +518,10 @@ fn residency_and_prefetch() {
                 if experts.len() == 3 {
                     assert_eq!(bits(&forward(&second, &x, &case)), want_second, "{name}");
                 }
-                for _ in 0..2 {
-                    assert_eq!(
-                        bits(&forward(&first, &x, &case)),
-                        want,
-                        "{name} {experts:?}"
-                    );
-                }
+                // Residents are whole on one device, the others divided between both.
+                let out = forward(&first, &x, &case);
+                want.check(&format!("{name} {format} {experts:?}"), 2, &out);
+                assert_eq!(bits(&forward(&first, &x, &case)), bits(&out), "{name}");
             }
         }
         assert!(matches!(
@@ -670,7 +670,8 @@ fn memory_runs_out() {
         assert!(make(&fp8).is_err());
     }
     make(&bank).unwrap();
-    assert_eq!(free(), before);
+    // Other tests of this program use the device meanwhile; rings would be a hundred times this.
+    assert!(free() + (64 << 20) >= before, "{} of {before}", free());
 }
 
 /// A bank in ordinary memory works, more slowly.

@@ -356,7 +356,15 @@ impl MoeLayer {
     /// The format that keeps the routed experts as they are stored; `None` if they are stored in
     /// several formats, or in one that no bank has.
     pub fn stored_format(&self) -> Option<WeightFormat> {
-        let mut views = self.experts.iter().flatten();
+        self.common_format(self.experts.iter().flatten())
+    }
+
+    /// The same of the shared expert; `None` also if there is none.
+    pub fn stored_shared_format(&self) -> Option<WeightFormat> {
+        self.common_format(self.shared.iter().flatten())
+    }
+
+    fn common_format<'v>(&self, mut views: impl Iterator<Item = &'v View>) -> Option<WeightFormat> {
         let format = |view: &View| self.buffers[view.buffer].codes.bank_format();
         let first = format(views.next()?)?;
         views

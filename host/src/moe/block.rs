@@ -153,6 +153,9 @@ impl ExpertSource for SharedExpert<'_> {
 }
 
 /// Geometries of the routed experts and of the shared one.
+///
+/// Where the routed experts stay as they are stored, so does the shared one, which checkpoints often
+/// leave in bf16; a format that none of them has is one that was asked for, and is for both.
 fn geometries(
     layer: &CheckpointLayer,
     format: WeightFormat,
@@ -168,6 +171,12 @@ fn geometries(
     let shared = spec.shared.as_ref().map(|shared| BankGeometry {
         experts: 1,
         intermediate: shared.intermediate,
+        format: match layer.stored_format() {
+            Some(stored) if stored == format => {
+                layer.stored_shared_format().unwrap_or(WeightFormat::Bf16)
+            }
+            _ => format,
+        },
         bias: false,
         ..routed
     });

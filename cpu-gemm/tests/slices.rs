@@ -164,7 +164,7 @@ fn ranges_that_are_no_part_are_refused() {
             ..
         })
     ));
-    for bad in [3..3, 0..6, usize::MAX..0] {
+    for bad in [3..3, 0..6, 5..9, 0..usize::MAX] {
         let got = part(&[0..5, bad.clone(), 0..5]);
         assert_eq!(
             got.unwrap_err(),

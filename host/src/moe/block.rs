@@ -94,6 +94,7 @@ pub struct ForwardReport {
 #[derive(Debug)]
 pub struct MoeBlock {
     router: Router,
+    #[cfg(feature = "cuda")]
     activation: Activation,
     experts: MoeLayer,
     shared: Option<Shared>,
@@ -275,6 +276,7 @@ impl MoeBlock {
         };
         Ok(Self {
             router: parts.router,
+            #[cfg(feature = "cuda")]
             activation,
             experts,
             shared,

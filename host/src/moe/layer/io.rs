@@ -102,6 +102,7 @@ impl Input<'_> {
         self.len() == 0
     }
 
+    #[cfg(feature = "cuda")]
     pub(super) fn element(&self) -> Element {
         match self {
             Self::Host(Rows::F32(_)) => Element::F32,

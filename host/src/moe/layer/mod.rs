@@ -325,6 +325,7 @@ impl fmt::Debug for MoeLayer {
 
 /// One forward's arguments, checked.
 pub(super) struct Job<'a> {
+    #[cfg(feature = "cuda")]
     pub(super) layer: &'a MoeLayer,
     pub(super) x: Input<'a>,
     pub(super) routing: &'a Routing,
@@ -443,6 +444,7 @@ impl MoeLayer {
         let division = state.policy.divide(&loads, &shape);
         division.validate(&loads, &shape)?;
         let job = Job {
+            #[cfg(feature = "cuda")]
             layer: self,
             x,
             routing,

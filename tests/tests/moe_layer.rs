@@ -253,7 +253,8 @@ fn on_the_cpu_alone() {
             } else {
                 let want = match format {
                     WeightFormat::Bf16 => model.reference().bf16(&x, &case),
-                    _ => model.reference().fp8(&x, &case),
+                    WeightFormat::Fp8Block128 => model.reference().fp8(&x, &case),
+                    _ => model.reference().fp4(format, &x, &case),
                 };
                 check_close(&name, &out, &want, Bound::f32_accumulated(Output::F32))
                     .unwrap_or_else(|mismatch| panic!("{mismatch}"));

@@ -103,7 +103,8 @@ fn calls_through_cust_reach_the_library_with_every_argument() {
                 // SAFETY: the fake only adds the arguments up.
                 let result = unsafe {
                     cust::sys::cuLaunchKernel(
-                        ptr::without_provenance_mut(0x3000),
+                        // The fake's "axpy", the one whose arguments it adds up.
+                        ptr::without_provenance_mut(0x3002),
                         1,
                         2,
                         3,

@@ -453,7 +453,10 @@ fn calls_that_do_not_fit() {
         top_k: 2,
         found: 4,
     };
-    assert!(matches!(error, MoeError::Layout(e) if e == count));
+    assert!(
+        matches!(&error, MoeError::Layout(e) if *e == count),
+        "{error}"
+    );
     for top_k in [0, 1, 3, usize::MAX] {
         let routing = Routing {
             top_k,

@@ -26,14 +26,17 @@ fn open(test: &str) -> Option<(Gpu, Stream)> {
 /// An element type of the tests.
 trait Value: Copy + PartialEq + std::fmt::Debug + Pod {
     const ULP: f64;
+    /// The smallest number with all bits; smaller ones are as far apart as this one and the next.
+    const NORMAL: f64;
     fn of(x: f64) -> Self;
     fn f64(self) -> f64;
 }
 
 macro_rules! value {
-    ($type:ty, $ulp:expr, $of:expr, $f64:expr) => {
+    ($type:ty, $ulp:expr, $normal:expr, $of:expr, $f64:expr) => {
         impl Value for $type {
             const ULP: f64 = $ulp;
+            const NORMAL: f64 = $normal;
             fn of(x: f64) -> Self {
                 $of(x)
             }
@@ -43,11 +46,23 @@ macro_rules! value {
         }
     };
 }
-value!(f32, 1.2e-7, |x| x as f32, f64::from);
-value!(bf16, 7.9e-3, bf16::from_f64, |x: bf16| x.to_f64());
-value!(f16, 9.8e-4, f16::from_f64, |x: f16| x.to_f64());
-value!(i8, 0.0, |x: f64| (x * 127.0) as i8, f64::from);
-value!(i32, 0.0, |x: f64| (x * 10.0) as i32, f64::from);
+value!(
+    f32,
+    1.2e-7,
+    f32::MIN_POSITIVE as f64,
+    |x| x as f32,
+    f64::from
+);
+value!(
+    bf16,
+    7.9e-3,
+    f32::MIN_POSITIVE as f64,
+    bf16::from_f64,
+    |x: bf16| x.to_f64()
+);
+value!(f16, 9.8e-4, 6.2e-5, f16::from_f64, |x: f16| x.to_f64());
+value!(i8, 0.0, 0.0, |x: f64| (x * 127.0) as i8, f64::from);
+value!(i32, 0.0, 0.0, |x: f64| (x * 10.0) as i32, f64::from);
 
 fn random(seed: &mut u64) -> f64 {
     *seed = seed
@@ -174,7 +189,7 @@ where
         let bound = if exact {
             0.0
         } else {
-            0.5 * D::ULP * sum.abs() + factor * size + 1e-30
+            0.5 * D::ULP * sum.abs().max(D::NORMAL) + factor * size
         };
         let got = got[at].f64();
         assert!(

@@ -308,7 +308,14 @@ fn nothing_to_do_and_what_cannot_be_done() {
             "{error}"
         );
     }
-    assert!(matches!(fails(&x, &[0; 4]), MoeError::Parts { .. }));
+    assert!(matches!(
+        fails(&x, &[0; 4]),
+        MoeError::Layout(LayoutError::IdCount {
+            tokens: 3,
+            top_k: 2,
+            found: 4,
+        })
+    ));
     assert!(matches!(fails(&x[1..], &[0; 6]), MoeError::Input { .. }));
     assert!(matches!(
         fails(&x[..HIDDEN], &[0; 2]),

@@ -16,10 +16,12 @@ trait Value: Copy + PartialEq + std::fmt::Debug + Send + Sync + bytemuck::Pod {
     fn f64(self) -> f64;
     /// Distance from a value to the next, relative to it.
     const ULP: f64;
+    /// The smallest number with all bits; smaller ones are as far apart as this one and the next.
+    const NORMAL: f64;
 }
 
 macro_rules! value {
-    ($type:ty, $ulp:expr, $of:expr, $f64:expr) => {
+    ($type:ty, $ulp:expr, $normal:expr, $of:expr, $f64:expr) => {
         impl Value for $type {
             fn of(x: f64) -> Self {
                 $of(x)
@@ -28,14 +30,27 @@ macro_rules! value {
                 $f64(self)
             }
             const ULP: f64 = $ulp;
+            const NORMAL: f64 = $normal;
         }
     };
 }
-value!(f32, 1.2e-7, |x| x as f32, f64::from);
-value!(bf16, 7.9e-3, bf16::from_f64, |x: bf16| x.to_f64());
-value!(f16, 9.8e-4, f16::from_f64, |x: f16| x.to_f64());
-value!(i8, 0.0, |x: f64| (x * 40.0) as i8, f64::from);
-value!(i32, 0.0, |x: f64| (x * 1000.0) as i32, f64::from);
+value!(
+    f32,
+    1.2e-7,
+    f32::MIN_POSITIVE as f64,
+    |x| x as f32,
+    f64::from
+);
+value!(
+    bf16,
+    7.9e-3,
+    f32::MIN_POSITIVE as f64,
+    bf16::from_f64,
+    |x: bf16| x.to_f64()
+);
+value!(f16, 9.8e-4, 6.2e-5, f16::from_f64, |x: f16| x.to_f64());
+value!(i8, 0.0, 0.0, |x: f64| (x * 40.0) as i8, f64::from);
+value!(i32, 0.0, 0.0, |x: f64| (x * 1000.0) as i32, f64::from);
 
 /// Numbers in -1..1 from a seed.
 fn random(seed: &mut u64) -> f64 {
@@ -243,7 +258,7 @@ where
             let factor = (case.k as f64 / 16.0 + 2.0) * 2f64.powi(-22);
             let bound = match exact {
                 true => 0.0,
-                false => 0.5 * D::ULP * sum.abs() + factor * size + 1e-7 * D::ULP,
+                false => 0.5 * D::ULP * sum.abs().max(D::NORMAL) + factor * size,
             };
             let equal = (got.is_nan() && sum.is_nan()) || got == sum;
             assert!(

@@ -1,6 +1,7 @@
 //! Where a forward's tokens lie and where its output goes.
 
 use super::super::MoeError;
+use super::super::layout::LayoutError;
 #[cfg(feature = "cuda")]
 use crate::driver::{DeviceBuffer, Gpu, RawContext};
 use asym_gemm_cpu::Rows;
@@ -160,7 +161,13 @@ pub(super) fn check(
         }),
     };
     fits("the output's elements", out.len(), x.len())?;
-    fits("the routing's ids", slots, tokens.saturating_mul(top_k))?;
+    if slots != tokens.saturating_mul(top_k) {
+        return Err(MoeError::Layout(LayoutError::IdCount {
+            tokens,
+            top_k,
+            found: slots,
+        }));
+    }
     fits("the routing's weights", weights, slots)?;
     Ok(tokens)
 }
